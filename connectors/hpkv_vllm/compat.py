@@ -1,0 +1,143 @@
+"""Every place where vLLM's internals or versions matter. Measured with 0.32; the rest is by feature, not number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from hpkv_client.errors import LayoutRefused
+from hpkv_client.memory import SharedMemory
+from hpkv_client.topology import KvTensor, ModelShape, Parallel
+
+_SMALLEST_POOL = 1 << 20
+"""Allocations below this are no KV cache."""
+
+
+def supported_group(kv_cache_config: Any) -> Any:
+    """The one KV-cache group of the engine. Raises ``LayoutRefused`` for hybrids, which need keys per group."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise LayoutRefused(
+            f"the model has {len(groups)} KV-cache groups (hybrid attention)",
+            "HPKV caches models with one group of full attention; this engine runs without it",
+        )
+    spec = groups[0].kv_cache_spec
+    kinds = getattr(spec, "kv_cache_specs", {"": spec}).values()
+    for kind in kinds:
+        if getattr(kind, "sliding_window", None) or not hasattr(kind, "head_size"):
+            raise LayoutRefused(
+                f"KV-cache group of kind {type(kind).__name__}",
+                "HPKV caches models with one group of full attention; this engine runs without it",
+            )
+    return groups[0]
+
+
+def model_shape(vllm_config: Any) -> ModelShape:
+    """KV heads of the whole model, and whether it stores MLA latents."""
+    model = vllm_config.model_config
+    return ModelShape(model.get_total_num_kv_heads(), latent=bool(model.use_mla))
+
+
+def parallel_of(vllm_config: Any) -> Parallel:
+    """This rank's place, as the engine sees it. Worker processes only."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    config = vllm_config.parallel_config
+    return Parallel(
+        tp_size=config.tensor_parallel_size,
+        tp_rank=get_tp_group().rank_in_group,
+        pp_size=config.pipeline_parallel_size,
+        pp_rank=get_pp_group().rank_in_group,
+        context_parallel_size=getattr(config, "decode_context_parallel_size", 1)
+        * getattr(config, "prefill_context_parallel_size", 1),
+    )
+
+
+class KvMemory:
+    """Makes the engine's KV cache shareable in place: it is allocated from sealed shared memory to begin with.
+
+    vLLM asks for the context before it allocates (0.31 and later). While it is active a large ``torch.zeros`` of
+    bytes on the CPU comes from a memfd, zeroed and committed page by page on first touch, as before.
+    """
+
+    def __init__(self) -> None:
+        self.memories: dict[int, SharedMemory] = {}
+        """Data pointer -> memory."""
+
+    def context(self) -> AbstractContextManager[None]:
+        """To be active around the allocation."""
+        return self._patched()
+
+    @contextmanager
+    def _patched(self) -> Iterator[None]:
+        original = torch.zeros
+
+        def zeros(*size: Any, **options: Any) -> torch.Tensor:
+            wanted = size[0] if len(size) == 1 and isinstance(size[0], int) else 0
+            device = torch.device(options.get("device") or "cpu")
+            if wanted >= _SMALLEST_POOL and options.get("dtype") == torch.int8 and device.type == "cpu":
+                return self._allocate(wanted)
+            return original(*size, **options)
+
+        torch.zeros = zeros
+        try:
+            yield
+        finally:
+            torch.zeros = original
+
+    def _allocate(self, size: int) -> torch.Tensor:
+        memory = SharedMemory(size)
+        tensor = torch.frombuffer(memory.mapping, dtype=torch.int8)
+        self.memories[tensor.untyped_storage().data_ptr()] = memory
+        return tensor
+
+    def find(self, tensor: torch.Tensor) -> SharedMemory:
+        """The shared memory under a tensor. Raises ``LayoutRefused`` for private memory."""
+        memory = self.memories.get(tensor.untyped_storage().data_ptr())
+        if memory is None:
+            raise LayoutRefused(
+                "the engine's KV cache lies in private memory",
+                "use vLLM 0.31 or later; this engine runs without HPKV",
+            )
+        return memory
+
+
+def kv_tensors(kv_caches: Mapping[str, Any], memory: KvMemory) -> tuple[list[KvTensor], list[SharedMemory]]:
+    """The layers' tensors by shape, stride and place, and the distinct memories they lie in."""
+    regions: list[SharedMemory] = []
+    tensors: list[KvTensor] = []
+    for name, value in kv_caches.items():
+        if not isinstance(value, torch.Tensor):
+            raise LayoutRefused(f"layer {name}: its KV is a {type(value).__name__}, not one tensor")
+        if value.device.type != "cpu":
+            raise LayoutRefused(
+                f"layer {name}: its KV lies on {value.device}",
+                "this release moves KV of the CPU only; the engine runs without HPKV",
+            )
+        region = memory.find(value)
+        if region not in regions:
+            regions.append(region)
+        tensors.append(
+            KvTensor(
+                name,
+                regions.index(region),
+                tuple(value.shape),
+                tuple(value.stride()),
+                value.element_size(),
+                value.storage_offset() * value.element_size(),
+            )
+        )
+    return tensors, regions
+
+
+def touch(block_pool: Any, block_ids: list[int]) -> None:
+    """Pin blocks of the engine: they are not given out again before ``untouch``."""
+    block_pool.touch([block_pool.blocks[block] for block in block_ids])
+
+
+def untouch(block_pool: Any, block_ids: list[int]) -> None:
+    """Undo ``touch``. Reversed: the tail of a prefix becomes free, and is reused, first."""
+    block_pool.free_blocks([block_pool.blocks[block] for block in reversed(block_ids)])

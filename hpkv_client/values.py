@@ -1,0 +1,212 @@
+"""How the text of a setting becomes a value: sizes, paths, durations, names.
+
+Each parser raises ``ConfigError`` that says what is wrong with the value; the caller adds where it came from.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+from hpkv_client.errors import ConfigError
+
+MAX_SIZE = 1 << 50
+"""Largest size in bytes that is taken at its word; more is a typing error."""
+
+MAX_SOCKET_PATH = 107
+"""Longest path of a Unix socket (sun_path without its terminating zero)."""
+
+MAX_SECONDS = 86_400.0
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z%]*)")
+_EXPONENTS = {"k": 10, "m": 20, "g": 30, "t": 40}
+_SIZE_HINT = "write 8g or 8GiB (2^30 bytes each), 25% of RAM, or plain bytes"
+_INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def ram_bytes() -> int:
+    """Memory this process may use at most: the machine's, or less if a control group says so."""
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in _memory_limit_files():
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        if text.isdecimal():
+            limit = min(limit, int(text))
+    return limit
+
+
+def _memory_limit_files() -> list[Path]:
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found: list[Path] = []
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if controllers == "":
+            root, name = Path("/sys/fs/cgroup"), "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+        else:
+            continue
+        place = root / group.lstrip("/")
+        found += [parent / name for parent in (place, *place.parents) if parent.is_relative_to(root)]
+    return found
+
+
+def parse_size(value: object) -> int:
+    """Bytes of ``8g`` = ``8G`` = ``8GiB`` = ``8 GiB``, ``25%`` (of RAM) or plain bytes, as text or integer.
+
+    Decimal units (``8GB``) are refused, because half of their readers expect 2^30 and half 10^9.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(f"a size must be text or an integer, not {type(value).__name__}", _SIZE_HINT)
+    match = _SIZE.fullmatch(str(value).strip())
+    if match is None:
+        raise ConfigError("not a size", _SIZE_HINT)
+    number, unit = Fraction(match[1]), match[2]
+    if unit == "%":
+        if number > 100:
+            raise ConfigError("more than all of RAM", "give at most 100%")
+        size = math.floor(number * ram_bytes() / 100)
+    else:
+        size = math.floor(number * _factor(match[1], unit))
+    if size <= 0:
+        raise ConfigError("a size must be more than 0 bytes", _SIZE_HINT)
+    if size > MAX_SIZE:
+        raise ConfigError(f"more than {MAX_SIZE} bytes, which no machine has", _SIZE_HINT)
+    return size
+
+
+def _factor(number: str, unit: str) -> int:
+    if unit == "":
+        if "." in number:
+            raise ConfigError("a fraction of a byte", _SIZE_HINT)
+        return 1
+    letter = unit[0].lower()
+    if letter not in _EXPONENTS or unit[1:].lower() not in ("", "b", "ib"):
+        raise ConfigError(f"unknown unit {unit!r}", _SIZE_HINT)
+    if len(unit) == 2:
+        exponent = _EXPONENTS[letter]
+        raise ConfigError(
+            f"unit {unit!r} means 10^{exponent // 10 * 3} bytes to some and 2^{exponent} to others",
+            f"write {number}{letter} for {number} x 2^{exponent} bytes",
+        )
+    return 1 << _EXPONENTS[letter]
+
+
+def format_size(size: int) -> str:
+    """A size for people, with its exact bytes: ``8 GiB (8589934592 bytes)``."""
+    for letter, exponent in reversed(_EXPONENTS.items()):
+        if size >= 1 << exponent:
+            rounded = f"{size / (1 << exponent):.2f}".rstrip("0").rstrip(".")
+            return f"{rounded} {letter.upper()}iB ({size} bytes)"
+    return f"{size} bytes"
+
+
+def parse_text(value: object) -> str:
+    """Text of at most 4096 characters without control characters."""
+    if not isinstance(value, str):
+        raise ConfigError(f"must be text, not {type(value).__name__}")
+    if len(value) > 4096 or any(ord(character) < 32 for character in value):
+        raise ConfigError("text with control characters, or longer than 4096 characters")
+    return value
+
+
+def parse_name(value: object) -> str:
+    """Text that is not empty."""
+    text = parse_text(value).strip()
+    if not text:
+        raise ConfigError("must not be empty")
+    return text
+
+
+def parse_path(value: object) -> Path:
+    """An absolute path. ``~`` and ``file:///`` are understood; all else that is relative is refused."""
+    text = parse_name(value)
+    if text.startswith("file:///"):
+        from urllib.parse import unquote
+
+        text = unquote(text.removeprefix("file://"))
+        parse_text(text)
+    elif re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text):
+        raise ConfigError("a URL that is not file:///", "write an absolute path")
+    if re.search(r"\$[A-Za-z_{]", text):
+        raise ConfigError("variables are not expanded here", "write the path out, or use ~")
+    if text.startswith("~"):
+        text = os.path.expanduser(text)
+        if text.startswith("~"):
+            raise ConfigError("unknown home directory", "write the path out")
+    if not text.startswith("/"):
+        raise ConfigError("a relative path", f"write {os.path.abspath(text)}")
+    return Path("/" + text.lstrip("/"))
+
+
+def parse_socket(value: object) -> Path:
+    """An absolute path that fits into a socket address."""
+    path = parse_path(value)
+    length = len(os.fsencode(path))
+    if length > MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"the socket path has {length} bytes, the kernel allows {MAX_SOCKET_PATH}",
+            "set HPKV_SOCKET to a shorter path",
+        )
+    return path
+
+
+def parse_instance(value: object) -> str:
+    """A name that may be part of a file name; empty is the unnamed instance."""
+    text = parse_text(value)
+    if text and not _INSTANCE.fullmatch(text):
+        raise ConfigError(
+            "not an instance name", "use up to 64 letters, digits, dots, dashes; a letter or digit first"
+        )
+    return text
+
+
+def parse_mode(value: object) -> int:
+    """Permission bits from octal text such as ``0660``; the owner's read and write bits must be in."""
+    if not isinstance(value, str):
+        raise ConfigError("permissions must be text", 'write them in quotes, as in "0660"')
+    if not re.fullmatch(r"(0o?)?[0-7]{3}", value.strip()):
+        raise ConfigError("not permissions", "write three octal digits, as in 0660")
+    mode = int(value.strip().removeprefix("0o"), 8)
+    if mode & 0o600 != 0o600:
+        raise ConfigError("the owner could not use the socket", "use 0600, 0660 or 0666")
+    return mode
+
+
+def parse_seconds(unit: float) -> Callable[[object], float]:
+    """A parser of positive durations of at most a day; ``unit`` is what one counts, in seconds."""
+
+    def parse(value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise ConfigError(f"must be a number, not {type(value).__name__}")
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            raise ConfigError("not a number", "write a plain number, without a unit") from None
+        if not 0 < number * unit <= MAX_SECONDS:
+            raise ConfigError(f"must be more than 0 and at most {MAX_SECONDS / unit:g}")
+        return number
+
+    return parse
+
+
+def parse_choice(*choices: str) -> Callable[[object], str]:
+    """A parser of one word out of ``choices``, in any case."""
+
+    def parse(value: object) -> str:
+        text = parse_text(value).strip().lower()
+        if text not in choices:
+            raise ConfigError(f"must be one of {', '.join(choices)}")
+        return text
+
+    return parse

@@ -1,0 +1,1 @@
+"""hpkvd: one daemon per node that keeps the KV cache outside the engines."""

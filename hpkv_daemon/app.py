@@ -1,0 +1,162 @@
+"""One daemon, assembled: locks, pool, store, movers, service, socket, loop."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import uvloop
+
+from hpkv_client.settings import Settings
+from hpkv_daemon.core.policy import POLICIES
+from hpkv_daemon.core.store import BlockStore
+from hpkv_daemon.locks import InstanceLock
+from hpkv_daemon.movers.base import Mover
+from hpkv_daemon.movers.faults import Faults
+from hpkv_daemon.movers.host import HostMover
+from hpkv_daemon.pool.file import Pool
+from hpkv_daemon.server.router import Router
+from hpkv_daemon.service.report import Identity
+from hpkv_daemon.service.service import Service, new_epoch
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.25
+_FREEZE_EVERY = 240
+"""Ticks between moves of long-lived objects out of the garbage collector's sight."""
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes allocated, bytes in all) while the pool is made."""
+
+
+def serve(settings: Settings, origins: dict[str, str], progress: Progress) -> None:
+    """Run a daemon until SIGTERM, SIGINT or SIGHUP. Raises ``HpkvError`` when it cannot start.
+
+    Order matters: the instance lock first (a second daemon learns who runs, before it touches anything), the
+    pool next, the socket last, so that a client that connects finds a daemon that can serve.
+    """
+    _log_to(settings)
+    with _Stop() as stop, InstanceLock(Path(settings.socket)) as lock:
+        pool = Pool.open(Path(settings.pool_path), settings.pool_size, progress)
+        try:
+            lock.describe(pool.path)
+            uvloop.run(_run(settings, origins, pool, stop))
+        finally:
+            pool.close(unlink=True)
+
+
+async def _run(settings: Settings, origins: dict[str, str], pool: Pool, stop: _Stop) -> None:
+    loop = asyncio.get_running_loop()
+    store = BlockStore(pool.size, POLICIES[settings.policy], first_lease=secrets.randbits(40) << 20)
+    faults = Faults(settings.faults)
+    if settings.faults:
+        log.warning("fault hooks are on: %s", settings.faults)
+    router = Router(Path(settings.socket), settings.socket_mode, loop)
+    identity = Identity(
+        pid=os.getpid(),
+        epoch=new_epoch(),
+        version=version("hpkv"),
+        instance=settings.instance,
+        socket=str(settings.socket),
+        pool_path=str(pool.path),
+        pool_bytes=pool.size,
+        policy=settings.policy,
+        settings={name: _plain(value) for name, value in dataclasses.asdict(settings).items()},
+        origins=origins,
+    )
+
+    def host_mover() -> Mover:
+        return HostMover(pool.fileno(), pool.size, settings.faults)
+
+    service = Service(
+        store,
+        {"cpu": host_mover},
+        identity,
+        loop,
+        time.monotonic,
+        router.send,
+        settings.lease_seconds,
+        faults,
+    )
+    stopped = asyncio.Event()
+    stop.on_signal(loop, stopped)
+    ticker = asyncio.create_task(_tick(service))
+    router.serve(service.handle)
+    # What exists now lives as long as the daemon: no collection needs to look at it again.
+    gc.collect()
+    gc.freeze()
+    log.info(
+        "hpkvd %s ready: pid %d, socket %s, pool %s (%d bytes), policy %s",
+        identity.version,
+        identity.pid,
+        identity.socket,
+        identity.pool_path,
+        pool.size,
+        identity.policy,
+    )
+    if settings.storage_path:
+        log.info("storage path %s is checked; this version keeps blocks in memory only", settings.storage_path)
+    try:
+        await stopped.wait()
+        log.info("stopping")
+    finally:
+        ticker.cancel()
+        router.close()
+        service.close()
+
+
+async def _tick(service: Service) -> None:
+    ticks = 0
+    while True:
+        await asyncio.sleep(TICK_SECONDS)
+        service.tick()
+        ticks += 1
+        if ticks % _FREEZE_EVERY == 0:
+            gc.freeze()
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+class _Stop:
+    """Turns stop signals into an event, also those that come while the daemon still starts."""
+
+    _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+    def __enter__(self) -> _Stop:
+        for number in self._SIGNALS:
+            signal.signal(number, self._early)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in self._SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+    @staticmethod
+    def _early(number: int, _: object) -> None:
+        log.info("%s while starting: stopping", signal.Signals(number).name)
+        raise SystemExit(0)
+
+    def on_signal(self, loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
+        """From now on a signal sets the event."""
+        for number in self._SIGNALS:
+            loop.add_signal_handler(number, stopped.set)
+
+
+def _log_to(settings: Settings) -> None:
+    handler = logging.FileHandler(settings.log_file) if settings.log_file else logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s hpkvd[%(process)d] %(levelname)s %(message)s"))
+    root = logging.getLogger("hpkv_daemon")
+    root.handlers[:] = [handler]
+    root.setLevel(settings.log_level.upper())

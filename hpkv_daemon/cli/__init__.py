@@ -1,0 +1,75 @@
+"""The command ``hpkvd``. Each command's module is imported only when the command runs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import click
+
+from hpkv_client.errors import HpkvError
+
+_INTERRUPTED = 130
+
+_MODULES = {
+    "serve": "lifecycle",
+    "start": "lifecycle",
+    "stop": "lifecycle",
+    "restart": "lifecycle",
+    "status": "query",
+    "ping": "query",
+    "stats": "query",
+    "info": "query",
+    "check": "query",
+    "clear": "query",
+    "config": "config",
+    "version": "query",
+}
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(_MODULES)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:  # noqa: ARG002
+        if name not in _MODULES:
+            return None
+        module = importlib.import_module(f"hpkv_daemon.cli.{_MODULES[name]}")
+        command = getattr(module, name)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+def hpkvd() -> None:
+    """HPKV: one KV cache per node, outside the engines that use it.
+
+    \b
+    Exit codes: 0 ok, 1 failed, 2 usage, 3 not running, 69 unreachable,
+    75 busy, 77 permission, 78 configuration.
+    """
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command; its exit code. Errors become one line on stderr."""
+    try:
+        status = hpkvd.main(list(arguments), prog_name="hpkvd", standalone_mode=False)
+    except click.ClickException as problem:
+        problem.show()
+        return problem.exit_code
+    except click.Abort:
+        return _INTERRUPTED
+    except HpkvError as problem:
+        click.echo(f"hpkvd: {problem}", err=True)
+        return problem.exit_code
+    except OSError as problem:
+        where = f"{problem.filename}: " if problem.filename else ""
+        click.echo(f"hpkvd: {where}{problem.strerror or problem}", err=True)
+        return HpkvError.exit_code
+    return status if isinstance(status, int) else 0
+
+
+def main() -> None:
+    """Entry point of ``hpkvd``."""
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,329 @@
+"""Slots with blocks in them: pins, residency, eviction and the balance between size classes. Pure."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heapify, heappop
+
+from hpkv_client.types import KEY_BYTES, BlockKey
+from hpkv_daemon.core.index import NONE, BlockTable, Namespace, State
+from hpkv_daemon.core.policy import Policy
+from hpkv_daemon.core.slots import SlotPool
+
+_SEARCH_SLOTS = 20_000
+"""One search for a span to move looks at about this many blocks: a few milliseconds of the control loop."""
+
+_SEARCH_PAUSE = 256
+"""Evictions, at least, between a search in vain and the next one."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """What the pool holds right now, in blocks and payload bytes."""
+
+    resident_blocks: int = 0
+    resident_bytes: int = 0
+    reserved_blocks: int = 0
+    """Being written, complete but waiting for a parent, or condemned and still in use."""
+    pinned_blocks: int = 0
+
+
+class Blocks:
+    """The blocks of one pool.
+
+    Keeps three things true at all times: a resident block's parent is resident; the policies know exactly the
+    evictable slots; the usage counters equal a full count.
+    """
+
+    def __init__(self, pool_bytes: int, policy: Callable[[], Policy], extent_bytes: int | None) -> None:
+        self.slots = SlotPool(pool_bytes, extent_bytes)
+        self.table = BlockTable()
+        self.namespaces: list[Namespace] = []
+        self.usage = Usage()
+        self.counters: Counter[str] = Counter()
+        self.tick = 0
+        self._make_policy = policy
+        self._policies: list[Policy] = []
+        self._exposed = bytearray()
+        self._extent_use = array("q", bytes(8 * self.slots.extents))
+        """Tick of the last use of a block in each extent; may be too old, never too young."""
+        self._search_pause: Counter[int] = Counter()
+
+    def open_namespace(self, fingerprint: bytes, block_bytes: int) -> int | None:
+        """Number of a new namespace, or None if not one of its blocks fits into the pool."""
+        size_class = self.slots.open_class(block_bytes)
+        if size_class is None:
+            return None
+        if size_class == len(self._policies):
+            self._policies.append(self._make_policy())
+        self.namespaces.append(Namespace(fingerprint, block_bytes, size_class))
+        return len(self.namespaces) - 1
+
+    def namespace_of(self, slot: int) -> Namespace:
+        """The namespace of the block in the slot."""
+        return self.namespaces[self.table.namespace[slot]]
+
+    def key_of(self, slot: int) -> BlockKey:
+        """The key of the block in the slot."""
+        return self.table.key_of(slot)
+
+    def find(self, namespace: int, key: BlockKey) -> int:
+        """Slot of the block in any visible state, or ``NONE``."""
+        return self.namespaces[namespace].slots.get(key, NONE)
+
+    def resident(self, namespace: int, key: BlockKey) -> int:
+        """Slot of the resident block, or ``NONE``."""
+        slot = self.find(namespace, key)
+        return slot if slot != NONE and self.table.state[slot] == State.RESIDENT else NONE
+
+    # -- use ----------------------------------------------------------------------------------------------
+
+    def touch(self, slot: int) -> None:
+        """The block was used now."""
+        self.tick += 1
+        self._policy(slot).touch(slot, self.tick)
+        self._extent_use[self.slots.extent_of(slot)] = self.tick
+
+    def pin(self, slot: int) -> None:
+        """Forbid eviction until the matching ``unpin``."""
+        if not self.table.pins[slot]:
+            self.usage.pinned_blocks += 1
+        self.table.pins[slot] += 1
+        self._refresh(slot)
+
+    def unpin(self, slot: int) -> None:
+        """Undo one ``pin``; the last one frees a condemned block."""
+        self.table.pins[slot] -= 1
+        if not self.table.pins[slot]:
+            self.usage.pinned_blocks -= 1
+            self._collect(slot)
+            if self.table.state[slot] == State.FREE:
+                return
+        self._refresh(slot)
+
+    # -- life of a slot -----------------------------------------------------------------------------------
+
+    def reserve(self, namespace: int, key: BlockKey, parent: int) -> int:
+        """A slot in state RESERVED under ``parent``, evicting if needed; ``NONE``: all slots are in use."""
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a block key has {KEY_BYTES} bytes, not {len(key)}")
+        home = self.namespaces[namespace]
+        if parent != NONE:
+            self.pin(parent)
+        slot = self._free_slot(home.size_class)
+        if slot != NONE:
+            self.table.ensure(self.slots.capacity)
+            if len(self._exposed) < len(self.table.state):
+                self._exposed.extend(bytes(len(self.table.state) - len(self._exposed)))
+            self.table.attach(slot, namespace, key, parent, State.RESERVED)
+            home.slots[key] = slot
+            self.usage.reserved_blocks += 1
+        if parent != NONE:
+            self.unpin(parent)
+        return slot
+
+    def make_resident(self, slot: int) -> None:
+        """Bytes and parent are there: the block is visible from now on, and immutable."""
+        self.table.state[slot] = State.RESIDENT
+        self.tick += 1
+        self._policy(slot).admit(slot, self.key_of(slot), self.tick)
+        self._extent_use[self.slots.extent_of(slot)] = self.tick
+        self.usage.reserved_blocks -= 1
+        self.usage.resident_blocks += 1
+        self.usage.resident_bytes += self.namespace_of(slot).block_bytes
+        self._refresh(slot)
+
+    def condemn(self, slot: int) -> None:
+        """Hide a block at once and for good; it is freed when nobody reads, writes or hangs under it."""
+        state = self.table.state[slot]
+        if state in (State.VOID, State.CONDEMNED):
+            return
+        if state == State.RESIDENT:
+            self._leave(slot)
+            self.usage.reserved_blocks += 1
+        else:
+            del self.namespace_of(slot).slots[self.key_of(slot)]
+        self.table.state[slot] = State.VOID if state == State.RESERVED else State.CONDEMNED
+        self._collect(slot)
+
+    def release_void(self, slot: int) -> None:
+        """The writer of a VOID slot is done."""
+        self.table.state[slot] = State.CONDEMNED
+        self._collect(slot)
+
+    def _collect(self, slot: int) -> None:
+        """Free the slot, and then its ancestors, as far as they are condemned and unused."""
+        table = self.table
+        while table.state[slot] == State.CONDEMNED and not table.pins[slot] and not table.children[slot]:
+            parent = table.parent[slot]
+            self.usage.reserved_blocks -= 1
+            self._detach(slot, 0)
+            self._free(slot)
+            if parent == NONE:
+                return
+            slot = parent
+
+    def evict(self, slot: int) -> None:
+        """Drop an exposed block."""
+        self.counters["evicted_blocks"] += 1
+        self.counters["evicted_bytes"] += self.namespace_of(slot).block_bytes
+        last_use = self._policy(slot).last_use(slot)
+        self._leave(slot)
+        self._detach(slot, last_use)
+        self._free(slot)
+
+    def _leave(self, slot: int) -> None:
+        home, key = self.namespace_of(slot), self.key_of(slot)
+        del home.slots[key]
+        self._exposed[slot] = 0
+        self._policy(slot).forget(slot, key)
+        self.usage.resident_blocks -= 1
+        self.usage.resident_bytes -= home.block_bytes
+
+    def _detach(self, slot: int, last_use: int) -> None:
+        parent = self.table.parent[slot]
+        self.table.detach(slot)
+        if parent != NONE:
+            self._refresh(parent, last_use)
+
+    def _free(self, slot: int) -> None:
+        self.table.state[slot] = State.FREE
+        self.slots.release(slot)
+
+    def _policy(self, slot: int) -> Policy:
+        return self._policies[self.slots.class_of(slot)]
+
+    def _refresh(self, slot: int, last_use: int = 0) -> None:
+        table = self.table
+        evictable = table.state[slot] == State.RESIDENT and not table.children[slot] and not table.pins[slot]
+        if evictable == self._exposed[slot]:
+            return
+        self._exposed[slot] = evictable
+        if evictable:
+            self._policy(slot).expose(slot, last_use)
+        else:
+            self._policy(slot).hide(slot)
+
+    # -- room ---------------------------------------------------------------------------------------------
+
+    def _free_slot(self, size_class: int) -> int:
+        slot = self.slots.allocate(size_class)
+        if slot is None:
+            victim = self._policies[size_class].victim()
+            if not self._grow(size_class, victim):
+                if victim is None:
+                    return NONE
+                self.evict(victim)
+                self._search_pause[size_class] -= 1
+            slot = self.slots.allocate(size_class)
+        return NONE if slot is None else slot
+
+    def _grow(self, size_class: int, victim: int | None) -> bool:
+        """Get a span from other classes, unless the last search was in vain and ``victim`` can still go."""
+        if len(self._policies) == 1 or (victim is not None and self._search_pause[size_class] > 0):
+            return False
+        own = None if victim is None else self._policies[size_class].last_use(victim)
+        if self._take_span(size_class, own):
+            return True
+        span = self.slots.classes[size_class].slots_per_span
+        self._search_pause[size_class] = max(_SEARCH_PAUSE, span, self.slots.extents)
+        return False
+
+    def _fair_share(self, taker: int) -> int:
+        holders = sum(1 for number in range(len(self._policies)) if self.slots.extents_of(number))
+        return self.slots.extents // (holders + (not self.slots.extents_of(taker)))
+
+    def _take_span(self, taker: int, own: int | None) -> bool:
+        """Empty the coldest movable window of extents, so that ``taker`` can claim it.
+
+        Fair: a class below its share takes from any class above its own; otherwise a span moves only when all
+        of it was used before ``own``, the last use of the taker's next victim, so that the whole pool behaves
+        like one LRU. One span is everybody's share.
+        """
+        wanted = self.slots.classes[taker].span_extents
+        share = self._fair_share(taker)
+        entitled = self.slots.extents_of(taker) + wanted <= max(share, wanted)
+        windows = []
+        for first in range(self.slots.extents - wanted + 1):
+            spans = self.slots.spans_over(first, wanted)
+            age = max((self._span_use(span) for span in spans), default=0)
+            fair = entitled and all(self.slots.extents_of(number) > share for number, _ in spans)
+            if all(number != taker for number, _ in spans) and (fair or (own is not None and age < own)):
+                windows.append((age, first, fair))
+        heapify(windows)
+        budget = _SEARCH_SLOTS
+        while windows and budget > 0:
+            _, first, fair = heappop(windows)
+            doomed: list[int] = []
+            if self._doom(self.slots.spans_over(first, wanted), None if fair else own, doomed):
+                for slot in doomed:
+                    self.evict(slot)
+                self.counters["moved_spans"] += 1
+                return True
+            budget -= len(doomed) + 1
+        return False
+
+    def _span_use(self, span: tuple[int, int]) -> int:
+        number, first = span
+        return max(self._extent_use[first : first + self.slots.classes[number].span_extents])
+
+    def _used(self, span: tuple[int, int]) -> list[int]:
+        state = self.table.state
+        return [slot for slot in self.slots.slots_of(span) if slot < len(state) and state[slot] != State.FREE]
+
+    def _doom(self, spans: list[tuple[int, int]], before: int | None, doomed: list[int]) -> bool:
+        """List what must be evicted to empty the spans, children first.
+
+        False if a block of it is in use or, with ``before``, was used since then: the spans stay.
+        """
+        seen: set[int] = set()
+        for span in spans:
+            for top in self._used(span):
+                if top in seen:
+                    continue
+                below = [top]
+                for slot in below:
+                    in_use = self.table.state[slot] != State.RESIDENT or self.table.pins[slot]
+                    if in_use or (before is not None and self._policy(slot).last_use(slot) >= before):
+                        doomed.extend(below)
+                        return False
+                    below.extend(child for child in self.table.children_of(slot) if child not in seen)
+                seen.update(below)
+                doomed.extend(reversed(below))
+        return True
+
+    # -- proof --------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise ``AssertionError`` naming the first broken invariant. Cost: one pass over all slots."""
+        count = Usage()
+        found: Counter[int] = Counter()
+        for number in range(len(self._policies)):
+            for span in self.slots.spans_of(number):
+                for slot in self._used(span):
+                    self._check_slot(slot, count, found)
+        assert count == self.usage, f"counted {count}, kept {self.usage}"
+        for number, namespace in enumerate(self.namespaces):
+            assert len(namespace.slots) == found[number], f"namespace {number} lists slots not in use"
+
+    def _check_slot(self, slot: int, count: Usage, found: Counter[int]) -> None:
+        table, state = self.table, self.table.state[slot]
+        number, parent = table.namespace[slot], table.parent[slot]
+        if state == State.RESIDENT:
+            count.resident_blocks += 1
+            count.resident_bytes += self.namespaces[number].block_bytes
+            assert parent == NONE or table.state[parent] == State.RESIDENT, f"slot {slot} without its parent"
+        else:
+            count.reserved_blocks += 1
+        count.pinned_blocks += table.pins[slot] > 0
+        assert table.pins[slot] >= 0, f"slot {slot} has {table.pins[slot]} pins"
+        below = len(list(table.children_of(slot)))
+        assert table.children[slot] == below, f"slot {slot} miscounts its children"
+        evictable = state == State.RESIDENT and not table.children[slot] and not table.pins[slot]
+        assert self._exposed[slot] == evictable, f"slot {slot} is evictable: {evictable}"
+        if state not in (State.VOID, State.CONDEMNED):
+            found[number] += 1
+            assert self.namespaces[number].slots.get(self.key_of(slot)) == slot, f"slot {slot} is not listed"

@@ -1,0 +1,86 @@
+"""The copying itself: strided numpy assignments between an engine's mapping and the pool's."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hpkv_client.control import ControlPage
+from hpkv_client.memory import map_shared
+from hpkv_client.types import MemoryHandle, Run
+from hpkv_daemon.movers.base import Direction
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class _Piece:
+    """One run, ready to be indexed by block id: ``blocks[b]`` is ``(count, fragment)`` or ``(fragment,)``."""
+
+    blocks: Bytes
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class AttachedRank:
+    """One rank's mapped memory. ``close`` unmaps it at once."""
+
+    def __init__(
+        self, regions: Sequence[MemoryHandle], control: MemoryHandle | None, runs: Sequence[Run], blocks: int
+    ) -> None:
+        self._mappings: list[mmap.mmap] = []
+        self.control: ControlPage | None = None
+        try:
+            for handle in regions:
+                self._mappings.append(map_shared(handle))
+            if control is not None:
+                self._mappings.append(map_shared(control))
+                self.control = ControlPage(self._mappings[-1])
+            self._pieces = [self._piece(run, blocks) for run in runs]
+        except BaseException:
+            self.close()
+            raise
+        self.block_bytes = sum(run.size for run in runs)
+
+    def _piece(self, run: Run, blocks: int) -> _Piece:
+        shape: tuple[int, ...]
+        local: tuple[int, ...]
+        canonical: tuple[int, ...]
+        if run.count == 1:
+            shape, local, canonical = (run.fragment,), (1,), (1,)
+        else:
+            shape = (run.count, run.fragment)
+            local, canonical = (run.local_step, 1), (run.canonical_step, 1)
+        # numpy checks that the view lies inside the mapping.
+        view = np.ndarray(
+            (blocks, *shape),
+            np.uint8,
+            self._mappings[run.region],
+            run.local_offset,
+            (run.block_stride, *local),
+        )
+        return _Piece(view, run.canonical_offset, shape, canonical)
+
+    def copy(self, direction: Direction, pool: mmap.mmap, offset: int, block: int) -> None:
+        """Copy one block between the engine's ``block`` and the pool at byte ``offset``."""
+        for piece in self._pieces:
+            slot = np.ndarray(piece.shape, np.uint8, pool, offset + piece.offset, piece.strides)
+            if direction is Direction.STORE:
+                slot[...] = piece.blocks[block]
+            else:
+                piece.blocks[block] = slot
+
+    def close(self) -> None:
+        """Unmap everything; no copy may run."""
+        self._pieces = []
+        if self.control is not None:
+            self.control.close()
+            self.control = None
+        for mapping in self._mappings:
+            mapping.close()
+        self._mappings.clear()

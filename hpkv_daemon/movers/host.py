@@ -1,0 +1,106 @@
+"""The daemon's side of the CPU mover: starts the process, talks to it, notices its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from hpkv_client.types import MemoryHandle
+from hpkv_client.wire import pack_blocks, run_to_wire
+from hpkv_daemon.movers.base import Attached, Attachment, CopyJob, Died, Done, Event, Outcome
+from hpkv_daemon.movers.link import Link
+
+_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x8000"
+"""Copies of 32 KiB and more stream past the cache: the pool is far larger than it, and the engine needs it."""
+
+
+class HostMover:
+    """A ``Mover`` for memory of the CPU. Owns the process: ``close`` kills it.
+
+    Not thread-safe. The pool's descriptor is inherited by the process, not kept here.
+    """
+
+    device = "cpu"
+
+    def __init__(self, pool_fd: int, pool_bytes: int, faults: str = "") -> None:
+        ours, theirs = socket.socketpair()
+        environment = dict(os.environ, GLIBC_TUNABLES=_TUNABLES, OMP_NUM_THREADS="1")
+        command = [sys.executable, "-P", "-m", "hpkv_daemon.movers.process"]
+        arguments = [str(theirs.fileno()), str(pool_fd), str(pool_bytes), faults]
+        self._process = subprocess.Popen(
+            command + arguments,
+            env=environment,
+            pass_fds=(theirs.fileno(), pool_fd),
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        self._link = Link(ours)
+        self._tickets = 0
+
+    @property
+    def pid(self) -> int:
+        """See ``Mover``."""
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """See ``Mover``."""
+        return self._link.fileno()
+
+    def attach(self, attachment: int, what: Attachment) -> None:
+        """See ``Mover``."""
+        regions = [_fields(handle) for handle in what.regions]
+        control = _fields(what.control) if what.control else None
+        runs = [run_to_wire(run) for run in what.runs]
+        self._link.send(["attach", attachment, regions, control, runs, what.blocks])
+
+    def detach(self, attachment: int) -> None:
+        """See ``Mover``."""
+        self._link.send(["detach", attachment])
+
+    def submit(self, job: CopyJob) -> int:
+        """See ``Mover``."""
+        self._tickets += 1
+        offsets = struct.pack(f"={len(job.offsets)}Q", *job.offsets)
+        message = [job.attachment, int(job.direction), job.job, offsets, pack_blocks(job.blocks)]
+        self._link.send(["copy", self._tickets, *message])
+        return self._tickets
+
+    def cancel(self, ticket: int) -> None:
+        """See ``Mover``."""
+        self._link.send(["cancel", ticket])
+
+    def flush(self) -> bool:
+        """Send queued messages; True when none is left."""
+        return self._link.flush()
+
+    def poll(self) -> Iterator[Event]:
+        """See ``Mover``."""
+        for verb, number, *rest in self._link.receive():
+            if verb == "attached":
+                yield Attached(number, rest[0])
+            else:
+                outcome, problem, moved, seconds = rest
+                yield Done(number, Outcome(outcome), problem, moved, seconds)
+        if self._link.closed:
+            yield Died(f"exit status {self._reap()}")
+
+    def close(self) -> None:
+        """See ``Mover``."""
+        self._link.close()
+        self._reap()
+
+    def _reap(self) -> int:
+        if self._process.poll() is None:
+            # It holds nothing that a polite end would save, and it may be frozen.
+            self._process.send_signal(signal.SIGKILL)
+        return self._process.wait()
+
+
+def _fields(handle: MemoryHandle) -> list[object]:
+    return list(dataclasses.astuple(handle))

@@ -1,0 +1,163 @@
+"""The pool file: private, owned by one daemon, allocated to the last page before anyone maps it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hpkv_client.errors import Busy, ConfigError, NotPermitted
+from hpkv_client.values import format_size
+from hpkv_daemon.directories import ensure_directory
+from hpkv_daemon.locks import FileLock
+
+FILE_NAME = "pool"
+STEP_BYTES = 256 << 20
+"""Allocated at a time: progress is seen and a stop signal heard in between."""
+
+_MOVERS_LEAVE_SECONDS = 5.0
+_RETRY_SECONDS = 0.01
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes allocated, bytes in all)."""
+
+
+class Pool:
+    """An allocated pool file. Owns the file and its lock; ``close`` it.
+
+    The lock of the file itself is inherited with ``fileno``: it lasts as long as any mover has the pool
+    mapped, so a later daemon never reuses a file that an orphaned mover may still write to.
+    """
+
+    def __init__(self, path: Path, size: int, fd: int, lock: FileLock) -> None:
+        self.path = path
+        self.size = size
+        self._fd = fd
+        self._lock = lock
+
+    @classmethod
+    def open(cls, directory: Path, size: int, progress: Progress) -> Pool:
+        """Make the pool in ``directory``, or take over the file that a killed daemon left there.
+
+        ``size`` in bytes, rounded down to whole pages. Raises ``Busy`` (another daemon has it),
+        ``ConfigError`` (does not fit, or something else has its name) or ``NotPermitted``; then nothing is
+        left behind.
+        """
+        ensure_directory(directory, "pool directory")
+        lock = FileLock.acquire(directory / f"{FILE_NAME}.lock", f"pool {directory}")
+        fd = -1
+        try:
+            path = directory / FILE_NAME
+            lock.write({"pool": str(path)})
+            fd = _open(path)
+            _wait_for_movers(fd, path)
+            size = _whole_pages(fd, size)
+            _allocate(fd, path, size, progress)
+        except BaseException:
+            if fd >= 0:
+                os.close(fd)
+            lock.release()
+            raise
+        return cls(path, size, fd, lock)
+
+    def fileno(self) -> int:
+        """The descriptor for movers to map and inherit; it stays owned by the pool."""
+        return self._fd
+
+    def close(self, unlink: bool) -> None:
+        """Let the pool go; with ``unlink`` its memory is freed once no mover maps it. May be called again."""
+        if self._fd < 0:
+            return
+        if unlink:
+            self.path.unlink(missing_ok=True)
+        os.close(self._fd)
+        self._fd = -1
+        self._lock.release()
+
+
+def _open(path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        fd = os.open(path, flags, 0o600)
+    except PermissionError:
+        raise NotPermitted(f"no access to pool file {path}", "choose another directory") from None
+    except OSError as problem:
+        reason = "is a link" if problem.errno == errno.ELOOP else problem.strerror
+        raise ConfigError(f"pool file {path}: {reason}", "remove it, or choose another directory") from None
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
+        os.close(fd)
+        raise ConfigError(
+            f"pool file {path} is not a plain file of its own", "remove it, or choose another directory"
+        )
+    if info.st_uid != os.geteuid():
+        os.close(fd)
+        raise NotPermitted(f"pool file {path} belongs to uid {info.st_uid}", "choose another directory")
+    os.fchmod(fd, 0o600)
+    return fd
+
+
+def _whole_pages(fd: int, size: int) -> int:
+    page = os.fstatvfs(fd).f_bsize
+    if size < page:
+        raise ConfigError(
+            f"a pool of {format_size(size)} is less than one page of {format_size(page)}",
+            "set HPKV_KV_MEM_POOL_SIZE to more",
+        )
+    return size - size % page
+
+
+def _wait_for_movers(fd: int, path: Path) -> None:
+    """Movers of a killed daemon end by themselves within a moment; until then they may write to the file."""
+    deadline = time.monotonic() + _MOVERS_LEAVE_SECONDS
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise Busy(
+                    f"pool {path} is still mapped by a mover of an earlier hpkvd",
+                    f"end it ('fuser -k {path}'), or choose another directory",
+                ) from None
+        time.sleep(_RETRY_SECONDS)
+
+
+def _allocate(fd: int, path: Path, size: int, progress: Progress) -> None:
+    try:
+        os.ftruncate(fd, size)
+        for start in range(0, size, STEP_BYTES):
+            progress(start, size)
+            os.posix_fallocate(fd, start, min(STEP_BYTES, size - start))
+        progress(size, size)
+    except OSError as problem:
+        available = os.fstat(fd).st_blocks * 512 + available_bytes(path.parent)
+        path.unlink(missing_ok=True)
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise no_room(path.parent, size, available) from None
+        raise ConfigError(
+            f"cannot allocate pool {path}: {problem.strerror}", "choose another directory"
+        ) from None
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def available_bytes(directory: Path) -> int:
+    """Bytes that can still be allocated in the file system of ``directory``."""
+    usage = os.statvfs(directory)
+    free = usage.f_bfree if os.geteuid() == 0 else usage.f_bavail
+    return free * usage.f_frsize
+
+
+def no_room(directory: Path, needed: int, available: int) -> ConfigError:
+    """The error for a pool that the file system cannot hold; sizes in bytes."""
+    return ConfigError(
+        f"a pool of {format_size(needed)} does not fit into {directory}: {format_size(available)} available",
+        "set HPKV_KV_MEM_POOL_SIZE to less, or make the file system larger "
+        f"('mount -o remount,size={needed} {directory}' if it is a tmpfs)",
+    )

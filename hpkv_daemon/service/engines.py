@@ -1,0 +1,130 @@
+"""Engines: the ranks that registered, their common canonical layout, and their store jobs."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from hpkv_client.errors import LayoutRefused, NotRegistered, UsageError
+from hpkv_client.topology import CanonicalLayout, canonical_layout, place
+from hpkv_client.types import MemoryHandle, RankShard, typed_digest
+from hpkv_daemon.core.store import Reservation
+from hpkv_daemon.movers.base import Attachment
+from hpkv_daemon.service.sessions import Session
+
+_REMEMBERED_JOBS = 4096
+
+
+@dataclass(slots=True)
+class Rank:
+    """One registered rank."""
+
+    number: int
+    session: Session
+    shard: RankShard
+    regions: tuple[MemoryHandle, ...]
+    control: MemoryHandle | None
+    device: str
+    place: str
+    attachment: int = 0
+    attached: bool = False
+
+
+@dataclass(slots=True)
+class StoreJob:
+    """One store of an engine, over all of its ranks. Decided once, when its first rank asks."""
+
+    number: int
+    keys: list[bytes]
+    reservation: Reservation
+    started: float
+    missing: set[int]
+    """Ranks that have not asked yet."""
+    copying: set[tuple[str, int]] = field(default_factory=set)
+    """(device, ticket) of the copies under way."""
+    replies: list[tuple[bytes, int]] = field(default_factory=list)
+    """Replies that wait for the job's end: (identity, request id)."""
+    failed: bool = False
+
+
+class Engine:
+    """One engine replica on this node: complete when ``world`` ranks have registered."""
+
+    def __init__(self, name: str, world: int, fingerprint: bytes, model: str, block_tokens: int) -> None:
+        self.name = name
+        self.world = world
+        self.fingerprint = fingerprint
+        self.model = model
+        self.block_tokens = block_tokens
+        self.ranks: dict[int, Rank] = {}
+        self.layout: CanonicalLayout | None = None
+        self.namespace: int | None = None
+        self.problem = ""
+        self.stores: dict[int, StoreJob] = {}
+        self._ended: deque[int] = deque(maxlen=_REMEMBERED_JOBS)
+
+    @property
+    def complete(self) -> bool:
+        """All ranks are registered."""
+        return len(self.ranks) == self.world
+
+    @property
+    def ready(self) -> bool:
+        """All ranks are registered, proven and mapped: blocks can move."""
+        return (
+            self.namespace is not None
+            and self.complete
+            and all(rank.attached for rank in self.ranks.values())
+        )
+
+    def admit(self, rank: Rank, world: int, fingerprint: bytes) -> None:
+        """Add a rank. Raises ``UsageError`` when it contradicts the ranks before it."""
+        if world != self.world or rank.number >= world:
+            raise UsageError(f"rank {rank.number} of {world} in an engine of {self.world} ranks")
+        if fingerprint != self.fingerprint:
+            raise UsageError(
+                "the ranks of one engine registered different namespaces", "use one model and config"
+            )
+        self.ranks[rank.number] = rank
+        self.layout = None
+        self.namespace = None
+        self.problem = ""
+
+    def leave(self, session: Session) -> list[Rank]:
+        """Remove the ranks of a session; they are returned so that their memory can be unmapped."""
+        gone = [rank for rank in self.ranks.values() if rank.session is session]
+        for rank in gone:
+            del self.ranks[rank.number]
+        if gone:
+            self.namespace = None
+        return gone
+
+    def prove(self) -> bytes:
+        """Fix the canonical layout; the digest that names blocks of exactly this layout.
+
+        Raises ``LayoutRefused`` when the shards do not tile it.
+        """
+        self.layout = canonical_layout([rank.shard for rank in self.ranks.values()])
+        return typed_digest(b"hpkv-layout-v1", self.fingerprint, self.layout.description)
+
+    def attachment_of(self, rank: Rank) -> Attachment:
+        """What a mover must map for the rank."""
+        if self.layout is None:
+            raise LayoutRefused("the engine's layout is not proven yet")
+        return Attachment(rank.regions, rank.control, place(rank.shard, self.layout), rank.shard.blocks)
+
+    def rank_of(self, session: Session) -> Rank:
+        """The rank that a session registered. Raises ``NotRegistered``."""
+        for rank in self.ranks.values():
+            if rank.session is session:
+                return rank
+        raise NotRegistered("this session registered no rank", "register first")
+
+    def end(self, job: StoreJob) -> None:
+        """Forget a store job, but remember its number: a late rank must not open it again."""
+        self.stores.pop(job.number, None)
+        self._ended.append(job.number)
+
+    def has_ended(self, number: int) -> bool:
+        """Whether the job ran before."""
+        return number in self._ended

@@ -1,0 +1,183 @@
+"""The movers of a node: started with the first rank of a device, ended with the last, replaced when they die."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hpkv_client.errors import NoSuchDevice
+from hpkv_daemon.movers.base import Attached, Attachment, CopyJob, Died, Done, Mover, Outcome
+from hpkv_daemon.service.sessions import Reactor
+
+log = logging.getLogger(__name__)
+
+CONFIRM_SECONDS = 2.0
+"""A mover that does not confirm a cancelled copy within this time is frozen: it is killed."""
+RESTART_SECONDS = 1.0
+
+OnDone = Callable[[Done], None]
+OnAttached = Callable[[Attached], None]
+
+
+@dataclass(slots=True)
+class _Device:
+    mover: Mover
+    attachments: dict[int, tuple[Attachment, OnAttached]] = field(default_factory=dict)
+    jobs: dict[int, OnDone] = field(default_factory=dict)
+    cancelled: dict[int, float] = field(default_factory=dict)
+    """Ticket -> when it was cancelled."""
+    alive: bool = True
+
+
+class Movers:
+    """Routes copies to devices and events back. ``factories``: device name -> constructor."""
+
+    def __init__(
+        self, factories: dict[str, Callable[[], Mover]], reactor: Reactor, clock: Callable[[], float]
+    ) -> None:
+        self._factories = factories
+        self._reactor = reactor
+        self._clock = clock
+        self._devices: dict[str, _Device] = {}
+        self._home: dict[int, str] = {}
+        self._numbers = 0
+        self.restarts = 0
+
+    def require(self, device: str) -> None:
+        """Raise ``NoSuchDevice`` unless this node has movers for the device."""
+        if device not in self._factories:
+            known = ", ".join(sorted(self._factories))
+            raise NoSuchDevice(f"no mover for device {device[:64]!r} on this node (there is: {known})")
+
+    def attach(self, device: str, what: Attachment, on_attached: OnAttached) -> int:
+        """Map a rank's memory; the number of the attachment."""
+        self.require(device)
+        state = self._devices.get(device)
+        if state is None:
+            state = self._devices[device] = _Device(self._start(device))
+        self._numbers += 1
+        number = self._numbers
+        self._home[number] = device
+        state.attachments[number] = (what, on_attached)
+        if state.alive:
+            state.mover.attach(number, what)
+        return number
+
+    def detach(self, number: int) -> None:
+        """Unmap it; running jobs of it end as VOID. The last one ends the mover."""
+        device = self._home.pop(number, None)
+        if device is None:
+            return
+        state = self._devices[device]
+        del state.attachments[number]
+        if state.alive:
+            state.mover.detach(number)
+        self._end_if_idle(device)
+
+    def submit(self, job: CopyJob, on_done: OnDone) -> int | None:
+        """Queue a copy; its ticket, or None when the device's mover is not there right now."""
+        state = self._devices[self._home[job.attachment]]
+        if not state.alive:
+            return None
+        ticket = state.mover.submit(job)
+        state.jobs[ticket] = on_done
+        return ticket
+
+    def cancel(self, device: str, ticket: int) -> None:
+        """Ask for an early end of a copy; ``on_done`` of the job is the confirmation."""
+        state = self._devices.get(device)
+        if state and state.alive and ticket in state.jobs and ticket not in state.cancelled:
+            state.cancelled[ticket] = self._clock()
+            state.mover.cancel(ticket)
+
+    def describe(self) -> list[dict[str, object]]:
+        """Device, pid and queued jobs of each mover."""
+        return [
+            {"device": name, "pid": state.mover.pid, "jobs": len(state.jobs)}
+            for name, state in self._devices.items()
+        ]
+
+    def tick(self, now: float) -> None:
+        """Kill movers that do not confirm; push out what their sockets did not take."""
+        for name, state in list(self._devices.items()):
+            if not state.alive:
+                continue
+            state.mover.flush()
+            if any(now - since > CONFIRM_SECONDS for since in state.cancelled.values()):
+                log.warning("mover %s (pid %d) does not confirm a cancelled copy, replacing it", name, state.mover.pid)
+                self._fail(name, state, "killed: it did not confirm a cancelled copy")
+
+    def close(self) -> None:
+        """End all movers."""
+        for state in self._devices.values():
+            if state.alive:
+                self._reactor.remove_reader(state.mover.fileno())
+                state.mover.close()
+        self._devices.clear()
+
+    def _start(self, device: str) -> Mover:
+        mover = self._factories[device]()
+        self._reactor.add_reader(mover.fileno(), lambda: self._poll(device))
+        log.info("mover %s started, pid %d", device, mover.pid)
+        return mover
+
+    def _poll(self, device: str) -> None:
+        state = self._devices.get(device)
+        if state is None or not state.alive:
+            return
+        for event in state.mover.poll():
+            if isinstance(event, Done):
+                state.cancelled.pop(event.ticket, None)
+                on_done = state.jobs.pop(event.ticket, None)
+                if on_done is not None:
+                    on_done(event)
+            elif isinstance(event, Attached):
+                if event.attachment in state.attachments:
+                    state.attachments[event.attachment][1](event)
+            else:
+                assert isinstance(event, Died)
+                self._fail(device, state, event.reason)
+                return
+        self._end_if_idle(device)
+
+    def _fail(self, device: str, state: _Device, reason: str) -> None:
+        """The process and its mappings are gone: every job of it failed, every rank must be mapped anew."""
+        if not state.alive:
+            return
+        state.alive = False
+        self._reactor.remove_reader(state.mover.fileno())
+        state.mover.close()
+        jobs, state.jobs = state.jobs, {}
+        state.cancelled.clear()
+        for ticket, on_done in jobs.items():
+            on_done(Done(ticket, Outcome.FAILED, f"mover {device} ended: {reason}", 0, 0.0))
+        for number, (_, on_attached) in list(state.attachments.items()):
+            on_attached(Attached(number, f"mover {device} ended: {reason}"))
+        if not state.attachments:
+            self._devices.pop(device, None)
+            return
+        self.restarts += 1
+        log.warning("mover %s ended (%s), starting another", device, reason)
+        self._reactor.call_later(RESTART_SECONDS, lambda: self._restart(device, state))
+
+    def _restart(self, device: str, state: _Device) -> None:
+        if self._devices.get(device) is not state or state.alive:
+            return
+        if not state.attachments:
+            del self._devices[device]
+            return
+        state.mover = self._start(device)
+        state.alive = True
+        for number, (what, _) in state.attachments.items():
+            state.mover.attach(number, what)
+
+    def _end_if_idle(self, device: str) -> None:
+        state = self._devices.get(device)
+        if state is None or state.attachments or state.jobs:
+            return
+        del self._devices[device]
+        if state.alive:
+            self._reactor.remove_reader(state.mover.fileno())
+            state.mover.close()
+            log.info("mover %s ended with its last rank", device)

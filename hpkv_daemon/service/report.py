@@ -1,0 +1,171 @@
+"""What the daemon tells operators. Units are in the names; no keys, tokens or salts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from hpkv_client.wire import Body
+from hpkv_daemon.core.store import BlockStore
+from hpkv_daemon.service.engines import Engine
+from hpkv_daemon.service.movers import Movers
+from hpkv_daemon.service.sessions import SessionTable
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What the daemon tells about itself."""
+
+    pid: int
+    epoch: str
+    version: str
+    instance: str
+    socket: str
+    pool_path: str
+    pool_bytes: int
+    policy: str
+    settings: dict[str, Any]
+    origins: dict[str, str]
+
+
+def describe(
+    identity: Identity,
+    now: float,
+    started: float,
+    store: BlockStore,
+    engines: Iterable[Engine],
+    sessions: SessionTable,
+    movers: Movers,
+) -> Body:
+    """The body of ``info``."""
+    return {
+        "pid": identity.pid,
+        "epoch": identity.epoch,
+        "version": identity.version,
+        "instance": identity.instance,
+        "uptime_seconds": round(now - started, 3),
+        "socket": identity.socket,
+        "pool": _pool(identity, store),
+        "namespaces": _namespaces(store, engines := list(engines)),
+        "engines": [_engine(engine) for engine in engines],
+        "sessions": [
+            {
+                "name": session.name,
+                "engine": session.engine,
+                "pid": session.pid,
+                "uid": session.uid,
+                "age_seconds": round(now - session.started, 3),
+                "idle_seconds": round(now - session.seen, 3),
+            }
+            for session in sessions
+        ],
+        "leases": {"count": len(store.leases)},
+        "movers": movers.describe(),
+    }
+
+
+def _pool(identity: Identity, store: BlockStore) -> Body:
+    slots, usage = store.blocks.slots, store.blocks.usage
+    return {
+        "path": identity.pool_path,
+        "size_bytes": identity.pool_bytes,
+        "policy": identity.policy,
+        "extent_bytes": slots.extent_bytes,
+        "extents": slots.extents,
+        "free_extents": slots.free_extents(),
+        "resident_blocks": usage.resident_blocks,
+        "resident_bytes": usage.resident_bytes,
+        "reserved_blocks": usage.reserved_blocks,
+        "pinned_blocks": usage.pinned_blocks,
+    }
+
+
+def _namespaces(store: BlockStore, engines: list[Engine]) -> list[Body]:
+    by_number = {engine.namespace: engine for engine in engines}
+    found = []
+    for number, namespace in enumerate(store.blocks.namespaces):
+        engine = by_number.get(number)
+        found.append(
+            {
+                "id": namespace.fingerprint.hex(),
+                "model": engine.model if engine else "",
+                "block_bytes": namespace.block_bytes,
+                "block_tokens": engine.block_tokens if engine else 0,
+                "blocks": len(namespace.slots),
+            }
+        )
+    return found
+
+
+def _engine(engine: Engine) -> Body:
+    return {
+        "engine": engine.name,
+        "model": engine.model,
+        "world": engine.world,
+        "ready": engine.ready,
+        "problem": engine.problem,
+        "namespace": engine.namespace,
+        "ranks": [
+            {
+                "rank": rank.number,
+                "place": rank.place,
+                "pid": rank.session.pid,
+                "device": rank.device,
+                "layers": len(rank.shard.layers),
+                "block_bytes": rank.shard.block_bytes,
+                "replicas": rank.shard.replicas,
+                "replica": rank.shard.replica,
+            }
+            for rank in sorted(engine.ranks.values(), key=lambda rank: rank.number)
+        ],
+    }
+
+
+def statistics(
+    counters: Counter[str], uptime: float, store: BlockStore, sessions: int, engines: int
+) -> Body:
+    """The body of ``stats``: counters since start (monotonic) and gauges (``pool_*``, ``sessions``, ``leases``)."""
+    usage = store.blocks.usage
+    known = dict.fromkeys(COUNTERS, 0) | dict(counters)
+    return known | {
+        "uptime_seconds": round(uptime, 3),
+        "sessions": sessions,
+        "engines": engines,
+        "leases": len(store.leases),
+        "pool_resident_blocks": usage.resident_blocks,
+        "pool_resident_bytes": usage.resident_bytes,
+        "pool_reserved_blocks": usage.reserved_blocks,
+        "pool_pinned_blocks": usage.pinned_blocks,
+    }
+
+
+COUNTERS = (
+    "requests",
+    "bad_requests",
+    "refused_requests",
+    "internal_errors",
+    "requested_blocks",
+    "matched_blocks",
+    "loaded_blocks",
+    "loaded_bytes",
+    "load_microseconds",
+    "load_failures",
+    "offered_blocks",
+    "kept_blocks",
+    "stored_blocks",
+    "stored_bytes",
+    "store_microseconds",
+    "store_failures",
+    "abandoned_jobs",
+    "aborted_blocks",
+    "dropped_full_blocks",
+    "dropped_orphan_blocks",
+    "evicted_blocks",
+    "evicted_bytes",
+    "moved_spans",
+    "cleared_blocks",
+    "expired_leases",
+    "mover_restarts",
+)
+"""Every counter, present in ``stats`` from the start."""

@@ -1,0 +1,388 @@
+"""The verbs. One call of ``handle`` per frame; every request gets exactly one reply, now or later."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable
+
+from hpkv_client import wire
+from hpkv_client.errors import (
+    Busy,
+    HpkvError,
+    LayoutRefused,
+    NotPermitted,
+    NotRegistered,
+    ProtocolError,
+    UsageError,
+    VersionMismatch,
+)
+from hpkv_client.types import Keys
+from hpkv_client.wire import PROTOCOL, Body, Request
+from hpkv_daemon.core.store import BlockStore
+from hpkv_daemon.movers.base import Attached, Mover
+from hpkv_daemon.movers.faults import Faults
+from hpkv_daemon.service.engines import Engine, Rank
+from hpkv_daemon.service.movers import Movers
+from hpkv_daemon.service.report import Identity, describe, statistics
+from hpkv_daemon.service.sessions import Peer, Reactor, Session, SessionTable
+from hpkv_daemon.service.transfers import Caller, Transfers
+
+log = logging.getLogger(__name__)
+
+SILENCE_SECONDS = 15.0
+"""A session whose process is not visible and that sends nothing for so long is gone."""
+HEARTBEAT_SECONDS = 2.0
+
+Send = Callable[[bytes, bytes], None]
+"""Sends a frame to a ZeroMQ identity without waiting."""
+
+
+class Service:
+    """Sessions, engines and verbs over one block store. Control loop only; ``clock`` is monotonic seconds."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        factories: dict[str, Callable[[], Mover]],
+        identity: Identity,
+        reactor: Reactor,
+        clock: Callable[[], float],
+        send: Send,
+        lease_seconds: float,
+        faults: Faults,
+    ) -> None:
+        self._store = store
+        self._identity = identity
+        self._clock = clock
+        self._send = send
+        self._lease_seconds = lease_seconds
+        self._started = clock()
+        self._engines: dict[str, Engine] = {}
+        self._sessions = SessionTable(reactor, self._on_death)
+        self._movers = Movers(factories, reactor, clock)
+        self._transfers = Transfers(store, self._movers, reactor, clock, self._answer, lease_seconds, faults)
+        self._counters: Counter[str] = Counter()
+        self._open_verbs: dict[str, Callable[[Peer, Request], Body]] = {
+            "hello": self._hello,
+            "ping": self._ping,
+            "info": self._info,
+            "stats": self._stats,
+            "check": self._check,
+            "clear": self._clear,
+            "config": self._config,
+        }
+        self._session_verbs: dict[str, Callable[[Peer, Request, Session], Body | None]] = {
+            "bye": self._bye,
+            "heartbeat": self._heartbeat,
+            "register": self._register,
+            "unregister": self._unregister,
+            "reset": self._reset,
+            "match": self._match,
+            "contains": self._contains,
+            "release": self._release,
+            "load": self._load,
+            "get": self._get,
+            "store": self._store_verb,
+            "put": self._put,
+            "cancel": self._cancel,
+        }
+
+    def handle(self, peer: Peer, frame: bytes) -> bytes | None:
+        """The reply frame, or None when it will be sent later (or cannot be addressed)."""
+        self._counters["requests"] += 1
+        try:
+            request = wire.decode_request(frame)
+        except ProtocolError as problem:
+            self._counters["bad_requests"] += 1
+            request_id = wire.request_id_of(frame)
+            return None if request_id is None else wire.encode_error(request_id, problem)
+        try:
+            body: Body | None
+            open_verb = self._open_verbs.get(request.verb)
+            if open_verb is not None:
+                body = open_verb(peer, request)
+            else:
+                session = self._sessions.get(request.session, peer.uid, self._clock())
+                body = self._session_verbs[request.verb](peer, request, session)
+        except HpkvError as problem:
+            self._counters["refused_requests"] += 1
+            return wire.encode_error(request.id, problem)
+        except Exception as bug:  # noqa: BLE001  (a bug in one verb must not silence or end the others)
+            self._counters["internal_errors"] += 1
+            log.exception("verb %s failed", request.verb)
+            return wire.encode_error(request.id, HpkvError(f"internal error: {bug!r}", "report this"))
+        return None if body is None else wire.encode_reply(request.id, body)
+
+    def _answer(self, identity: bytes, request: int, result: Body | HpkvError) -> None:
+        if isinstance(result, HpkvError):
+            self._send(identity, wire.encode_error(request, result))
+        else:
+            self._send(identity, wire.encode_reply(request, result))
+
+    # -- sessions -----------------------------------------------------------------------------------------
+
+    def _hello(self, peer: Peer, request: Request) -> Body:
+        body = request.body
+        if body["major"] != PROTOCOL[0]:
+            raise VersionMismatch(
+                f"hpkvd {self._identity.version} speaks {wire.version_text()}, "
+                f"the client hpkv/{body['major']}.{body['minor']}",
+                "install the same HPKV release in the engine and for the daemon",
+            )
+        if body["instance"] and body["instance"] != self._identity.instance:
+            raise UsageError(
+                f"this daemon is instance {self._identity.instance!r}, not {body['instance']!r}",
+                "set HPKV_SOCKET to the socket of the other instance",
+            )
+        session = self._sessions.open(peer, body["name"], body["engine"], self._clock())
+        return {
+            "session": session.token,
+            "epoch": self._identity.epoch,
+            "major": PROTOCOL[0],
+            "minor": PROTOCOL[1],
+            "pid": self._identity.pid,
+            "heartbeat_seconds": HEARTBEAT_SECONDS,
+            "lease_seconds": self._lease_seconds,
+        }
+
+    def _bye(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
+        self._drop(session, "said goodbye")
+        return {}
+
+    def _heartbeat(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
+        engine = self._engines.get(session.engine)
+        return {
+            "epoch": self._identity.epoch,
+            "ready": engine is not None and engine.ready,
+            "problem": engine.problem if engine else "",
+        }
+
+    def _on_death(self, session: Session) -> None:
+        self._drop(session, "its process ended")
+
+    def _drop(self, session: Session, why: str) -> None:
+        self._sessions.close(session)
+        self._leave_engine(session)
+        log.info("session %s of %s closed: %s", session.name, session.engine or "a client", why)
+
+    def _leave_engine(self, session: Session) -> None:
+        engine = self._engines.get(session.engine)
+        if engine is None:
+            return
+        self._transfers.abandon(engine)
+        for rank in engine.leave(session):
+            self._movers.detach(rank.attachment)
+        if not engine.ranks:
+            self._engines.pop(engine.name, None)
+
+    # -- registration -------------------------------------------------------------------------------------
+
+    def _register(self, peer: Peer, request: Request, session: Session) -> Body:
+        body = request.body
+        if not session.engine:
+            raise UsageError("register needs a session with an engine", "name the engine in hello")
+        self._movers.require(body["device"])
+        handles = list(body["regions"]) + ([body["control"]] if body["control"] else [])
+        if any(handle.kind == "memfd" and handle.pid != peer.pid for handle in handles):
+            raise NotPermitted(
+                f"the memory belongs to another process than the sender (pid {peer.pid})",
+                "register from the process that owns the memory, in the daemon's PID namespace",
+            )
+        shard = wire.shard_from_wire(body)
+        engine = self._engines.get(session.engine)
+        if engine is None:
+            engine = Engine(
+                session.engine, body["world"], body["namespace"], body["model"], body["block_tokens"]
+            )
+        before = engine.ranks.get(body["rank"])
+        if before is not None and before.session is not session and before.session.pid != peer.pid:
+            raise Busy(f"rank {body['rank']} of {engine.name!r} is registered by pid {before.session.pid}")
+        if before is not None:
+            self._leave_engine(before.session)
+        rank = Rank(
+            body["rank"],
+            session,
+            shard,
+            tuple(body["regions"]),
+            body["control"],
+            body["device"],
+            body["place"],
+        )
+        engine.admit(rank, body["world"], body["namespace"])
+        self._engines[engine.name] = engine
+        if engine.complete:
+            self._complete(engine)
+        if engine.problem:
+            raise LayoutRefused(engine.problem)
+        return {"ready": engine.ready}
+
+    def _complete(self, engine: Engine) -> None:
+        """All ranks are here: prove the layout, open the namespace, map every rank."""
+        try:
+            fingerprint = engine.prove()
+            assert engine.layout is not None
+            engine.namespace = self._store.open_namespace(fingerprint, engine.layout.block_bytes)
+            for rank in engine.ranks.values():
+                if rank.attachment:
+                    self._movers.detach(rank.attachment)
+                rank.attached = False
+                rank.attachment = self._movers.attach(
+                    rank.device, engine.attachment_of(rank), self._attached(engine, rank)
+                )
+        except HpkvError as problem:
+            engine.problem = str(problem)
+            engine.namespace = None
+            log.warning("engine %s is not cached: %s", engine.name, problem)
+
+    def _attached(self, engine: Engine, rank: Rank) -> Callable[[Attached], None]:
+        def tell(event: Attached) -> None:
+            if event.attachment != rank.attachment:
+                return
+            rank.attached = not event.problem
+            if event.problem:
+                engine.problem = f"rank {rank.number}: {event.problem}"
+                log.warning("engine %s: %s", engine.name, engine.problem)
+            elif engine.ready:
+                engine.problem = ""
+                log.info("engine %s is ready: %d ranks of %s", engine.name, engine.world, engine.model)
+
+        return tell
+
+    def _unregister(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
+        self._leave_engine(session)
+        return {}
+
+    # -- blocks -------------------------------------------------------------------------------------------
+
+    def _ready_engine(self, session: Session) -> Engine:
+        engine = self._engines.get(session.engine)
+        if engine is None or not engine.ready:
+            reason = engine.problem if engine and engine.problem else "not all of its ranks are mapped yet"
+            raise NotRegistered(f"engine {session.engine!r} is not ready: {reason}")
+        return engine
+
+    def _match(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
+        engine = self._ready_engine(session)
+        assert engine.namespace is not None
+        keys = Keys(request.body["keys"])
+        counters = self._transfers.counters
+        counters["requested_blocks"] += len(keys)
+        lease = self._store.acquire(
+            engine.namespace, keys, engine.name, self._clock() + self._lease_seconds
+        )
+        if lease is None:
+            return {"hit": 0, "lease": 0}
+        counters["matched_blocks"] += lease.length
+        return {"hit": lease.length, "lease": lease.number}
+
+    def _contains(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
+        engine = self._ready_engine(session)
+        assert engine.namespace is not None
+        namespace = engine.namespace
+        return {
+            "found": bytes(self._store.contains(namespace, key) for key in Keys(request.body["keys"]))
+        }
+
+    def _release(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
+        return {"released": self._store.release(request.body["lease"], session.engine)}
+
+    def _caller(self, peer: Peer, request: Request, session: Session) -> Caller:
+        engine = self._ready_engine(session)
+        return Caller(peer.identity, request.id, engine, engine.rank_of(session))
+
+    def _load(self, peer: Peer, request: Request, session: Session) -> None:
+        self._transfers.load(self._caller(peer, request, session), request.body)
+
+    def _get(self, peer: Peer, request: Request, session: Session) -> None:
+        self._transfers.get(self._caller(peer, request, session), request.body)
+
+    def _store_verb(self, peer: Peer, request: Request, session: Session) -> None:
+        self._transfers.store(self._caller(peer, request, session), request.body, chained=True)
+
+    def _put(self, peer: Peer, request: Request, session: Session) -> None:
+        self._transfers.store(self._caller(peer, request, session), request.body, chained=False)
+
+    def _reset(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
+        engine = self._ready_engine(session)
+        cleared = self._store.clear(engine.namespace)
+        log.info("engine %s reset its namespace: %d blocks cleared", engine.name, cleared)
+        return {"cleared_blocks": cleared}
+
+    def _cancel(self, peer: Peer, request: Request, session: Session) -> Body:
+        caller = self._caller(peer, request, session)
+        return {"running": self._transfers.cancel(caller, request.body["job"])}
+
+    # -- operators ----------------------------------------------------------------------------------------
+
+    def _ping(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
+        identity = self._identity
+        return {
+            "pid": identity.pid,
+            "epoch": identity.epoch,
+            "uptime_seconds": round(self._clock() - self._started, 3),
+            "version": identity.version,
+            "protocol": wire.version_text(),
+            "instance": identity.instance,
+            "echo": request.body["echo"],
+        }
+
+    def _info(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
+        return describe(
+            self._identity,
+            self._clock(),
+            self._started,
+            self._store,
+            self._engines.values(),
+            self._sessions,
+            self._movers,
+        )
+
+    def _stats(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
+        counters = self._counters + self._transfers.counters + self._store.blocks.counters
+        counters["mover_restarts"] = self._movers.restarts
+        return statistics(
+            counters, self._clock() - self._started, self._store, len(self._sessions), len(self._engines)
+        )
+
+    def _check(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
+        try:
+            self._store.check()
+        except AssertionError as broken:
+            raise HpkvError(f"invariant broken: {broken}", "restart hpkvd and report this") from None
+        return {"ok": True, "blocks": self._store.blocks.usage.resident_blocks, "leases": len(self._store.leases)}
+
+    def _clear(self, peer: Peer, request: Request) -> Body:
+        wanted = request.body["namespace"]
+        number = None if wanted is None else self._store.find_namespace(wanted)
+        if wanted is not None and number is None:
+            raise UsageError(f"no namespace {wanted.hex()}", "see 'hpkvd info'")
+        cleared = self._store.clear(number)
+        log.info("cleared %d blocks for uid %d", cleared, peer.uid)
+        return {"cleared_blocks": cleared}
+
+    def _config(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
+        return {"settings": self._identity.settings, "origins": self._identity.origins}
+
+    # -- time ---------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Call a few times a second: leases, silent sessions, late ranks, unresponsive movers."""
+        now = self._clock()
+        self._store.expire(now)
+        for session in self._sessions.silent_since(now - SILENCE_SECONDS):
+            self._drop(session, f"silent for {SILENCE_SECONDS:.0f} s")
+        self._transfers.tick(list(self._engines.values()), now)
+        self._movers.tick(now)
+
+    def close(self) -> None:
+        """End all movers; sessions end with their sockets."""
+        for session in self._sessions:
+            self._sessions.close(session)
+        self._movers.close()
+
+
+def new_epoch() -> str:
+    """Names one life of the pool."""
+    return secrets.token_hex(8)

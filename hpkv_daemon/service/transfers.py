@@ -1,0 +1,299 @@
+"""Blocks on the move: store jobs over all ranks of an engine, loads under leases. The loop never waits here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hpkv_client.errors import CopyFailed, HpkvError, NotRegistered, UsageError
+from hpkv_client.types import Keys, writer_of
+from hpkv_client.wire import Body, unpack_blocks
+from hpkv_daemon.core.index import NONE
+from hpkv_daemon.core.store import KEPT, BlockStore
+from hpkv_daemon.movers.base import CopyJob, Direction, Done, Outcome
+from hpkv_daemon.movers.faults import Faults
+from hpkv_daemon.service.engines import Engine, Rank, StoreJob
+from hpkv_daemon.service.movers import Movers
+from hpkv_daemon.service.sessions import Reactor
+
+STORE_JOB_SECONDS = 30.0
+"""A store job whose ranks have not all asked by then is given up: one of them is gone."""
+
+Answer = Callable[[bytes, int, Body | HpkvError], None]
+"""Sends a deferred reply: (identity, request id, body or error)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asked, and where the answer goes."""
+
+    identity: bytes
+    request: int
+    engine: Engine
+    rank: Rank
+
+
+@dataclass(slots=True)
+class _Load:
+    caller: Caller
+    job: int
+    lease: int
+    ticket: int
+    body: Body
+
+
+class Transfers:
+    """Store and load jobs of all engines. Control loop only."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        movers: Movers,
+        reactor: Reactor,
+        clock: Callable[[], float],
+        answer: Answer,
+        lease_seconds: float,
+        faults: Faults,
+    ) -> None:
+        self._store = store
+        self._movers = movers
+        self._reactor = reactor
+        self._clock = clock
+        self._answer = answer
+        self._lease_seconds = lease_seconds
+        self._faults = faults
+        self._loads: dict[tuple[str, int, int], _Load] = {}
+        self._unsettled: list[tuple[Engine, StoreJob]] = []
+        self.counters: Counter[str] = Counter()
+
+    # -- loads --------------------------------------------------------------------------------------------
+
+    def load(self, caller: Caller, body: Body) -> None:
+        """Copy blocks of a leased prefix into the rank's memory; answered when the last byte is there."""
+        blocks = _checked_blocks(caller.rank, body["blocks"])
+        slots = self._store.begin_transfer(body["lease"], caller.engine.name, body["first"], len(blocks))
+        self._start_load(caller, body["job"], body["lease"], slots, blocks, {"loaded": len(blocks)})
+
+    def get(self, caller: Caller, body: Body) -> None:
+        """Copy whichever of these unrelated blocks are resident; answered with a byte per key, 1 = copied."""
+        keys, blocks = Keys(body["keys"]), _checked_blocks(caller.rank, body["blocks"])
+        _require_pairs(keys, blocks)
+        deadline = self._clock() + self._lease_seconds
+        namespace = _namespace(caller.engine)
+        lease, slots = self._store.acquire_each(namespace, list(keys), caller.engine.name, deadline)
+        self.counters["requested_blocks"] += len(keys)
+        found = bytes(slot != NONE for slot in slots)
+        if lease is None:
+            self._answer(caller.identity, caller.request, {"found": found})
+            return
+        self._store.hold(lease)
+        self.counters["matched_blocks"] += len(lease.pinned)
+        wanted = [block for block, slot in zip(blocks, slots, strict=True) if slot != NONE]
+        here = [slot for slot in slots if slot != NONE]
+        self._start_load(caller, body["job"], lease.number, here, wanted, {"found": found})
+
+    def _start_load(
+        self, caller: Caller, job: int, lease: int, slots: list[int], blocks: Sequence[int], body: Body
+    ) -> None:
+        key = (caller.engine.name, caller.rank.number, job)
+        offsets = tuple(self._store.offset(slot) for slot in slots)
+        ticket = None
+        if key not in self._loads:
+            copy = CopyJob(caller.rank.attachment, Direction.LOAD, job, offsets, tuple(blocks))
+            ticket = self._movers.submit(copy, lambda done: self._load_done(key, done))
+        if ticket is None:
+            self._end_lease(caller, lease, body)
+            self.counters["load_failures"] += 1
+            raise CopyFailed(f"load {job} cannot start now", "recompute the blocks")
+        self._loads[key] = _Load(caller, job, lease, ticket, body)
+
+    def _end_lease(self, caller: Caller, lease: int, body: Body) -> None:
+        self._store.end_transfer(lease, self._clock() + self._lease_seconds)
+        if "found" in body:
+            self._store.release(lease, caller.engine.name)
+
+    def _load_done(self, key: tuple[str, int, int], done: Done) -> None:
+        load = self._loads.pop(key)
+        caller = load.caller
+        self._end_lease(caller, load.lease, load.body)
+        if done.outcome is Outcome.OK:
+            self.counters["loaded_blocks"] += load.body.get("loaded") or sum(load.body["found"])
+            self.counters["loaded_bytes"] += done.bytes_moved
+            self.counters["load_microseconds"] += int(done.seconds * 1e6)
+            if self._faults.at("reply").fail:
+                return
+            self._answer(caller.identity, caller.request, load.body)
+            return
+        self.counters["load_failures"] += 1
+        problem = CopyFailed(f"load {load.job} failed: {done.problem}", "recompute the blocks")
+        self._answer(caller.identity, caller.request, problem)
+
+    def cancel(self, caller: Caller, job: int) -> bool:
+        """Withdraw a load; its own reply confirms that nothing is copied any more. False: it is not running."""
+        load = self._loads.get((caller.engine.name, caller.rank.number, job))
+        if load is None:
+            return False
+        self._movers.cancel(caller.rank.device, load.ticket)
+        return True
+
+    # -- stores -------------------------------------------------------------------------------------------
+
+    def store(self, caller: Caller, body: Body, chained: bool) -> None:
+        """One rank's part of a store job; answered when the rank's memory is not read any more."""
+        keys, blocks = Keys(body["keys"]), _checked_blocks(caller.rank, body["blocks"])
+        _require_pairs(keys, blocks)
+        engine, number = caller.engine, body["job"]
+        if engine.has_ended(number):
+            raise UsageError(f"store job {number} is over", "number jobs upwards")
+        job = engine.stores.get(number)
+        if job is None:
+            job = self._open_job(engine, number, keys, body.get("parent"), chained)
+        if caller.rank.number not in job.missing or len(keys) != len(job.keys):
+            raise UsageError(f"store job {number}: rank {caller.rank.number} asked twice or for other blocks")
+        job.missing.discard(caller.rank.number)
+        self._copy_part(caller, job, blocks)
+        self._advance(engine, job)
+
+    def _open_job(
+        self, engine: Engine, number: int, keys: Keys, parent: bytes | None, chained: bool
+    ) -> StoreJob:
+        namespace, listed = _namespace(engine), list(keys)
+        if chained:
+            reservation = self._store.reserve(namespace, parent, listed, engine.name)
+        else:
+            reservation = self._store.reserve_each(namespace, listed, engine.name)
+        self.counters["offered_blocks"] += len(listed)
+        job = StoreJob(number, listed, reservation, self._clock(), set(engine.ranks))
+        engine.stores[number] = job
+        return job
+
+    def _copy_part(self, caller: Caller, job: StoreJob, blocks: Sequence[int]) -> None:
+        shard = caller.rank.shard
+        mine = [
+            (self._store.offset(slot), block)
+            for key, slot, block in zip(job.keys, job.reservation.slots, blocks, strict=True)
+            if slot >= 0 and writer_of(key, shard.replicas) == shard.replica
+        ]
+        if job.failed or not mine:
+            job.replies.append((caller.identity, caller.request))
+            return
+        offsets, wanted = zip(*mine, strict=True)
+        copy = CopyJob(caller.rank.attachment, Direction.STORE, job.number, offsets, wanted)
+        ticket = self._movers.submit(copy, lambda done: self._part_done(caller, job, done))
+        if ticket is None:
+            job.failed = True
+            job.replies.append((caller.identity, caller.request))
+        else:
+            job.copying.add((caller.rank.device, ticket))
+
+    def _part_done(self, caller: Caller, job: StoreJob, done: Done) -> None:
+        job.copying.discard((caller.rank.device, done.ticket))
+        if done.outcome is not Outcome.OK:
+            job.failed = True
+        self.counters["store_microseconds"] += int(done.seconds * 1e6)
+        job.replies.append((caller.identity, caller.request))
+        self._advance(caller.engine, job)
+
+    def _advance(self, engine: Engine, job: StoreJob) -> None:
+        """End the job if nothing of it is outstanding; else tell the ranks that are through.
+
+        A rank may reuse its blocks before the others are done; the last one hears the job's outcome.
+        """
+        if job.copying or (job.missing and not job.failed):
+            replies, job.replies = job.replies, []
+            for identity, request in replies:
+                self._answer(identity, request, {"kept": 0, "dropped": 0, "partial": True})
+            return
+        fault = self._faults.at("commit")
+        job.failed = job.failed or fault.fail
+        if fault.delay:
+            self._reactor.call_later(fault.delay, lambda: self._finish(engine, job))
+        else:
+            self._finish(engine, job)
+
+    def _finish(self, engine: Engine, job: StoreJob) -> None:
+        if engine.has_ended(job.number):
+            return
+        engine.end(job)
+        if job.failed:
+            self._store.abort(job.reservation)
+            self.counters["store_failures"] += 1
+        else:
+            self._store.commit(job.reservation)
+        self._unsettled.append((engine, job))
+        self._settle_all()
+
+    def _settle_all(self) -> None:
+        waiting, self._unsettled = self._unsettled, []
+        for engine, job in waiting:
+            self._settle(engine, job)
+
+    def _settle(self, engine: Engine, job: StoreJob) -> None:
+        """Answer once every block's fate is known: kept means that the next match finds it."""
+        resident, waiting = 0, 0
+        if engine.namespace is not None and not job.failed:
+            resident, waiting = self._store.outcome(engine.namespace, job.keys)
+        if waiting:
+            self._unsettled.append((engine, job))
+            return
+        skipped = job.reservation.slots.count(KEPT)
+        kept = max(resident, skipped) if not job.failed else skipped
+        for identity, request in job.replies:
+            self._answer(
+                identity, request, {"kept": kept, "dropped": len(job.keys) - kept, "partial": False}
+            )
+        job.replies = []
+
+    # -- the end of things --------------------------------------------------------------------------------
+
+    def abandon(self, engine: Engine) -> None:
+        """A rank of the engine is gone: withdraw all its copies; reservations end when movers confirm.
+
+        Call before the ranks' memory is detached.
+        """
+        self._store.drop(engine.name)
+        for key, load in list(self._loads.items()):
+            if key[0] == engine.name:
+                self._movers.cancel(load.caller.rank.device, load.ticket)
+        for job in list(engine.stores.values()):
+            self._give_up(engine, job)
+
+    def _give_up(self, engine: Engine, job: StoreJob) -> None:
+        job.failed = True
+        for device, ticket in job.copying:
+            self._movers.cancel(device, ticket)
+        self._advance(engine, job)
+
+    def tick(self, engines: Sequence[Engine], now: float) -> None:
+        """Give up store jobs that some rank never joined."""
+        self._settle_all()
+        for engine in engines:
+            late = [job for job in engine.stores.values() if now - job.started > STORE_JOB_SECONDS]
+            for job in late:
+                if job.missing and not job.failed:
+                    self.counters["abandoned_jobs"] += 1
+                    self._give_up(engine, job)
+
+    @property
+    def loads_under_way(self) -> int:
+        """Loads that some rank waits for."""
+        return len(self._loads)
+
+
+def _namespace(engine: Engine) -> int:
+    if engine.namespace is None:
+        raise NotRegistered(f"engine {engine.name!r} is not complete", "register all its ranks")
+    return engine.namespace
+
+
+def _checked_blocks(rank: Rank, blob: bytes) -> tuple[int, ...]:
+    blocks = unpack_blocks(blob)
+    if blocks and max(blocks) >= rank.shard.blocks:
+        raise UsageError(f"block {max(blocks)} of an engine with {rank.shard.blocks} blocks")
+    return blocks
+
+
+def _require_pairs(keys: Keys, blocks: tuple[int, ...]) -> None:
+    if len(keys) != len(blocks):
+        raise UsageError(f"{len(keys)} keys for {len(blocks)} blocks")

@@ -92,13 +92,14 @@ def _check_size(size: int) -> None:
 def _check_room(settings: Settings) -> None:
     held = _held_by_our_pool(settings.pool_path / FILE_NAME)
     available = available_bytes(settings.pool_path) + held
-    if settings.pool_size > available and os.statvfs(settings.pool_path).f_blocks:
+    if settings.pool_size > available:
         raise no_room(settings.pool_path, settings.pool_size, available)
     free = _free_memory_bytes() + held
     if settings.pool_size > free and _file_system(settings.pool_path) == "tmpfs":
         # Allocating it all the same would have the kernel kill someone.
+        needed = format_size(settings.pool_size)
         raise ConfigError(
-            f"a pool of {format_size(settings.pool_size)} does not fit into the free memory of {format_size(free)}",
+            f"a pool of {needed} does not fit into the free memory of {format_size(free)}",
             "set HPKV_KV_MEM_POOL_SIZE to less, or end what uses the memory",
         )
 
@@ -122,8 +123,8 @@ def _warnings(settings: Settings) -> list[str]:
     kind = _file_system(settings.pool_path)
     if kind not in _MEMORY_FILE_SYSTEMS:
         found.append(
-            f"pool directory {settings.pool_path} is on {kind}, not tmpfs or hugetlbfs: blocks will go to disk; "
-            "set HPKV_SHARE_MEM_FILE_PATH to a directory under /dev/shm"
+            f"pool directory {settings.pool_path} is on {kind}, not tmpfs or hugetlbfs, so blocks go to its "
+            "disk; set HPKV_SHARE_MEM_FILE_PATH to a directory under /dev/shm"
         )
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -48,7 +49,7 @@ def _holder(fd: int) -> Holder:
     except ValueError:
         record = {}
     if not isinstance(record, dict) or not isinstance(record.get("pid"), int):
-        return Holder(None, 0.0, "", "", False)
+        return Holder(_locking_pid(fd), 0.0, "", "", True)
     return Holder(
         pid=record["pid"],
         started=float(record.get("started", 0.0)),
@@ -56,6 +57,18 @@ def _holder(fd: int) -> Holder:
         pool=str(record.get("pool", "")),
         here=record.get("pid_namespace") == _pid_namespace(),
     )
+
+
+def _locking_pid(fd: int) -> int | None:
+    """The kernel's word on who holds the lock; None if he is in another PID namespace, or not there."""
+    info = os.fstat(fd)
+    file = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, kind, _, access, pid, where, *_ = line.split()
+            if (kind, access, where) == ("FLOCK", "WRITE", file):
+                return int(pid)
+    return None
 
 
 def _open(path: Path, flags: int) -> int:
@@ -96,7 +109,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 class FileLock:
-    """An exclusive lock on a file of its own, until ``release``, which removes the file, or the process ends."""
+    """An exclusive lock on a file of its own, until ``release``, which removes the file, or the end."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
@@ -124,8 +137,10 @@ class FileLock:
     def write(self, record: dict[str, Any]) -> None:
         """Say who holds the lock, for others to read."""
         whole = {"pid": os.getpid(), "pid_namespace": _pid_namespace(), "started": time.time()} | record
-        # One write over the old text, blanks included: a reader never sees half of each.
-        os.pwrite(self._fd, json.dumps(whole).encode().ljust(_RECORD_BYTES), 0)
+        # One write over the old text, blanks included: a reader never sees half of each. On hugetlbfs, where
+        # files cannot be written, readers have to do with the kernel's table of locks.
+        with contextlib.suppress(OSError):
+            os.pwrite(self._fd, json.dumps(whole).encode().ljust(_RECORD_BYTES), 0)
 
     def release(self) -> None:
         """Remove the file and free the lock. May be called again."""

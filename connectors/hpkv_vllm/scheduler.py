@@ -61,7 +61,9 @@ class SchedulerConnector:
         self._hashes_per_block = self._block_tokens // hash_tokens
         self._settings = settings
         self._world = int(vllm_config.parallel_config.world_size)
-        self._key = KeyMaker(fingerprint(vllm_config, kv_cache_config), 0)
+        namespace = fingerprint(vllm_config, kv_cache_config)
+        log.info("HPKV: namespace %s, blocks of %d tokens", namespace.hex(), self._block_tokens)
+        self._key = KeyMaker(namespace, 0)
         self._pool: Any = None
         self._requests: dict[str, _Request] = {}
         self._lookups: dict[int, str] = {}

@@ -50,7 +50,10 @@ def _emit_settings(found: dict[str, Any], as_json: bool) -> None:
         emit(found, as_json)
         return
     origins = found["origins"]
-    rows = {key: f"{'-' if value is None else value}  ({origins.get(key)})" for key, value in found["settings"].items()}
+    rows = {
+        key: f"{'-' if value in (None, '') else value}  ({origins.get(key)})"
+        for key, value in found["settings"].items()
+    }
     emit(rows, as_json)
 
 
@@ -68,4 +71,6 @@ def default(as_json: bool) -> None:
         click.echo(f"\n# {setting.help} ({setting.env}, {setting.flag})")
         value = defaults[setting.name]
         # JSON text is TOML text, too.
-        click.echo(f"# {setting.name} = {json.dumps(value)}" if value is not None else f"# {setting.name} is not set")
+        click.echo(
+            f"# {setting.name} = {json.dumps(value)}" if value is not None else f"# {setting.name} is not set"
+        )

@@ -73,9 +73,18 @@ def _emit_tables(data: Mapping[str, Any]) -> None:
             table.add_row(str(key), _cell(str(key), value), style=None)
         if table.row_count:
             console.print(table)
-    for title, rows in data.items():
-        if isinstance(rows, list | tuple):
-            console.print(_rows(title, rows))
+    for title, rows in _lists(data):
+        console.print(_rows(title, rows) if rows else f"{title}: none")
+
+
+def _lists(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Sequence[Any]]]:
+    """The lists in a map, and those in the maps they hold, each with its title."""
+    for key, value in data.items():
+        if isinstance(value, list | tuple):
+            yield f"{prefix}{key}", value
+            for number, row in enumerate(value):
+                if isinstance(row, Mapping):
+                    yield from _lists(row, f"{prefix}{key} {number}, ")
 
 
 def _rows(title: str, rows: Sequence[Any]) -> Any:

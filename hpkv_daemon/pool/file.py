@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpkv_client.errors import Busy, ConfigError, NotPermitted
-from hpkv_client.values import format_size
+from hpkv_client.values import MAX_SIZE, format_size
 from hpkv_daemon.directories import ensure_directory
 from hpkv_daemon.locks import FileLock
 
@@ -57,8 +57,10 @@ class Pool:
             _wait_for_movers(fd, path)
             size = _whole_pages(fd, size)
             _allocate(fd, path, size, progress)
-        except BaseException:
+        except BaseException as problem:
             if fd >= 0:
+                if not isinstance(problem, Busy):
+                    path.unlink(missing_ok=True)
                 os.close(fd)
             lock.release()
             raise
@@ -136,28 +138,35 @@ def _allocate(fd: int, path: Path, size: int, progress: Progress) -> None:
         progress(size, size)
     except OSError as problem:
         available = os.fstat(fd).st_blocks * 512 + available_bytes(path.parent)
-        path.unlink(missing_ok=True)
-        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
             raise no_room(path.parent, size, available) from None
         raise ConfigError(
             f"cannot allocate pool {path}: {problem.strerror}", "choose another directory"
         ) from None
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
 
 
 def available_bytes(directory: Path) -> int:
     """Bytes that can still be allocated in the file system of ``directory``."""
     usage = os.statvfs(directory)
-    free = usage.f_bfree if os.geteuid() == 0 else usage.f_bavail
-    return free * usage.f_frsize
+    if usage.f_blocks:
+        return usage.f_frsize * (usage.f_bfree if os.geteuid() == 0 else usage.f_bavail)
+    # Mounted without a limit: hugetlbfs ends with the machine's reserved pages, tmpfs with its memory.
+    reserve = _huge_page_reserve(usage.f_bsize) / "free_hugepages"
+    return int(reserve.read_text()) * usage.f_bsize if reserve.exists() else MAX_SIZE
+
+
+def _huge_page_reserve(page_bytes: int) -> Path:
+    return Path(f"/sys/kernel/mm/hugepages/hugepages-{page_bytes >> 10}kB")
 
 
 def no_room(directory: Path, needed: int, available: int) -> ConfigError:
     """The error for a pool that the file system cannot hold; sizes in bytes."""
+    reserve = _huge_page_reserve(os.statvfs(directory).f_bsize)
+    if reserve.exists():
+        larger = f"write a larger number to {reserve}/nr_hugepages"
+    else:
+        larger = f"enlarge the file system ('mount -o remount,size={needed} {directory}' if it is a tmpfs)"
     return ConfigError(
         f"a pool of {format_size(needed)} does not fit into {directory}: {format_size(available)} available",
-        "set HPKV_KV_MEM_POOL_SIZE to less, or make the file system larger "
-        f"('mount -o remount,size={needed} {directory}' if it is a tmpfs)",
+        f"set HPKV_KV_MEM_POOL_SIZE to less, or {larger}",
     )

@@ -1,0 +1,96 @@
+"""Reads canonical blocks out of a daemon by key: an engine of one rank, as the protocol allows anyone to be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from hpkv_client.memory import SharedMemory
+from hpkv_client.transport import Channel
+from hpkv_client.types import KeyMaker, Layer, RankShard, Run, typed_digest
+from hpkv_client.wire import PROTOCOL, handle_to_wire, pack_blocks, shard_to_wire
+
+
+_HASH_PROGRAM = """
+import json, sys
+from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
+kv_cache_utils.init_none_hash(sha256)
+tokens, block = json.loads(sys.argv[1])
+hashes = []
+for start in range(0, len(tokens) - block + 1, block):
+    parent = hashes[-1] if hashes else None
+    hashes.append(kv_cache_utils.hash_block_tokens(sha256, parent, tokens[start : start + block], None))
+print("hashes", *(bytes(one).hex() for one in hashes))
+"""
+
+
+@cache
+def prefix_hashes(tokens: tuple[int, ...], block_tokens: int) -> list[bytes]:
+    """vLLM's own hashes of the full blocks of a prompt (sha256, no extra keys), from a process of its own."""
+    command = [sys.executable, "-W", "ignore", "-c", _HASH_PROGRAM, json.dumps([tokens, block_tokens])]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    line = next(line for line in said.splitlines() if line.startswith("hashes"))
+    return [bytes.fromhex(one) for one in line.split()[1:]]
+
+
+class Reader:
+    """``layers``: names of all layers of the model; ``layer_bytes``: canonical bytes of each."""
+
+    def __init__(self, socket: Path, namespace: bytes, layers: list[str], layer_bytes: int, blocks: int) -> None:
+        self._namespace = namespace
+        self._block_bytes = layer_bytes * len(layers)
+        self._memory = SharedMemory(self._block_bytes * blocks)
+        self._channel = Channel(socket)
+        hello = {"major": PROTOCOL[0], "minor": PROTOCOL[1], "name": "reader", "engine": f"reader-{id(self)}"}
+        self._channel.session = self._channel.call("hello", hello, 5)["session"]
+        shard = RankShard(
+            tuple(
+                Layer(name, layer_bytes, (Run(0, i * layer_bytes, self._block_bytes, 0, layer_bytes),))
+                for i, name in enumerate(layers)
+            ),
+            blocks,
+        )
+        registration = {
+            "rank": 0,
+            "world": 1,
+            "namespace": typed_digest(namespace, "hnd", 4),
+            "model": "reader",
+            "device": "cpu",
+            "regions": [handle_to_wire(self._memory.handle)],
+            **shard_to_wire(shard),
+        }
+        self._channel.call("register", registration, 5)
+        deadline = time.monotonic() + 10
+        while not self._channel.call("heartbeat", {}, 5)["ready"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        self._job = 0
+
+    def blocks(self, tokens: list[int], block_tokens: int) -> list[npt.NDArray[np.float32]]:
+        """The resident leading blocks of a prompt, as float32."""
+        make = KeyMaker(self._namespace, 0)
+        keys = b"".join(make(prefix) for prefix in prefix_hashes(tuple(tokens), block_tokens))
+        matched = self._channel.call("match", {"keys": keys}, 5)
+        if not matched["hit"]:
+            return []
+        self._job += 1
+        count = matched["hit"]
+        body = {"job": self._job, "lease": matched["lease"], "first": 0, "blocks": pack_blocks(range(count))}
+        assert self._channel.call("load", body, 10)["loaded"] == count
+        self._channel.call("release", {"lease": matched["lease"]}, 5)
+        memory = np.frombuffer(self._memory.mapping, np.float32).reshape(-1, self._block_bytes // 4)
+        return [memory[i].copy() for i in range(count)]
+
+    def close(self) -> None:
+        """Leave the daemon."""
+        self._channel.call("bye", {}, 5)
+        self._channel.close()
+        self._memory.close()

@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -99,10 +100,9 @@ class Steps:
 
         def tell(show: Callable[[Text], None]) -> None:
             while not over.wait(self._pause):
-                said = "".join(last_lines(log, 1)) if log else ""
                 line = Text(f"{what}: {time.monotonic() - started:.0f} s  ")
-                line.append(said.strip()[-100:], style="dim")
-                line.truncate(max(20, self._console.width - 4), overflow="ellipsis")
+                line.append(_last_message(log) if log else "", style="dim")
+                line.truncate(max(40, self._console.width - 4), overflow="ellipsis")
                 show(line)
 
         with self._console.status(Text(what)) as status:
@@ -123,6 +123,11 @@ class Steps:
                 self._console.print(Text(f"  {line}", style="dim"))
             self._console.print(Text(f"the whole log is {log}"))
         self._console.print(Text(f"demo failed: {message}", style="bold red"))
+
+
+def _last_message(log: Path) -> str:
+    """The last line of vLLM's log without process, level, time and place."""
+    return re.sub(r"^\([^)]*\) |[A-Z]+ [0-9-]+ [0-9:]+ \[[^]]*\] ", "", "".join(last_lines(log, 1))).strip()
 
 
 class Daemon:
@@ -183,9 +188,7 @@ def prompt_text() -> str:
 
 
 @contextmanager
-def asked(
-    steps: Steps, daemon: Daemon, model: Path, name: str, log: Path
-) -> Iterator[tuple[Engine, Completion]]:
+def asked(steps: Steps, daemon: Daemon, model: Path, name: str, log: Path) -> Iterator[tuple[Engine, Completion]]:
     """A new engine that was asked the long prompt, and its answer. It ends with the context."""
     environment = daemon.environment | cpu_environment(RANKS)
     with Engine(model, USER_FLAGS + DEMO_FLAGS, environment, log) as engine:
@@ -231,11 +234,11 @@ def run(steps: Steps, facts: Facts, runtime: Path, pool: Path) -> None:
 
 
 def hit_tokens(engine: Engine, answer: Completion) -> int:
-    """Prompt tokens that HPKV served, from vLLM's metric; a fresh engine's usage must say the same."""
-    served = int(engine.metric(HIT_METRIC))
-    if served != answer.cached_tokens:
-        raise DemoFailed(f"vLLM's metric says {served} tokens, its usage {answer.cached_tokens}")
-    return served
+    """Prompt tokens that HPKV served: found by vLLM's metric, and not computed by its usage.
+
+    The two differ when blocks were found and did not come in time.
+    """
+    return min(int(engine.metric(HIT_METRIC)), answer.cached_tokens)
 
 
 def table(facts: Facts) -> Table:

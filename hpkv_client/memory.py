@@ -30,8 +30,10 @@ class SharedMemory:
         self.handle = MemoryHandle("memfd", size, os.getpid(), self._fd, name)
 
     def close(self) -> None:
-        """Give the descriptor back; the memory goes when the last view of ``mapping`` does."""
-        os.close(self._fd)
+        """Give the descriptor back; the memory goes when the last view of ``mapping`` does. May be called again."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def map_shared(handle: MemoryHandle) -> mmap.mmap:

@@ -6,13 +6,14 @@ A thread with a socket of its own does this, so that an idle or busy owner stays
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpkv_client.errors import HpkvError, UnknownSession, VersionMismatch
+from hpkv_client.errors import HpkvError, NotRunning, UnknownSession, Unreachable
 from hpkv_client.transport import Channel, require_socket
 from hpkv_client.wire import PROTOCOL, Body
 
@@ -23,6 +24,10 @@ ANSWER_SECONDS = 2.0
 _EAGER_SECONDS = 0.1
 """Pause between heartbeats until the engine is ready, and between attempts right after a loss."""
 _LAZY_SECONDS = 2.0
+_RETRY_SECONDS = 0.5
+_GOODBYE_SECONDS = 0.5
+_REFUSED_SECONDS = 30.0
+"""Longest pause after a refusal (another version, an unknown layout): it will not change by asking often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,9 @@ class SessionKeeper:
         self._wake = threading.Event()
         self._stopping = False
         self._told = ""
+        self._refusals = 0
+        self.error: HpkvError | None = None
+        """What the last attempt to connect met; None while connected."""
         self._thread = threading.Thread(target=self._run, name="hpkv-session", daemon=True)
 
     @property
@@ -104,13 +112,10 @@ class SessionKeeper:
         channel = Channel(self._path)
         try:
             while not self._stopping:
-                pause = self._step(channel)
-                self._wake.wait(pause)
+                self._wake.wait(self._step(channel))
                 self._wake.clear()
-            if self._link.up:
-                channel.send("bye", {})
-                # One round trip flushes the goodbye before the socket closes.
-                channel.call("ping", {}, 0.5)
+            if channel.session:
+                channel.call("bye", {}, _GOODBYE_SECONDS)
         except HpkvError as problem:
             log.debug("goodbye failed: %s", problem)
         finally:
@@ -118,39 +123,56 @@ class SessionKeeper:
 
     def _step(self, channel: Channel) -> float:
         try:
+            self._prepare()
             if not channel.session:
                 self._connect(channel)
             answer = channel.call("heartbeat", {}, ANSWER_SECONDS)
+            link = Link(channel.session, answer["epoch"], True, answer["ready"], answer["problem"])
         except UnknownSession:
             channel.session = 0
             return 0.0
-        except HpkvError as problem:
+        except (Unreachable, NotRunning) as problem:
             self._lost(channel, problem)
-            return _LAZY_SECONDS if isinstance(problem, VersionMismatch) else _EAGER_SECONDS * 5
-        link = Link(channel.session, answer["epoch"], True, answer["ready"], answer["problem"])
+            return _RETRY_SECONDS
+        except HpkvError as problem:
+            return self._refused(channel, problem)
+        except Exception as bug:  # noqa: BLE001  (an engine must not lose its cache for good to one odd answer)
+            return self._refused(channel, HpkvError(f"{type(bug).__name__}: {bug}", "report this"))
+        self.error = None
+        self._refusals = 0
         if link != self._link:
             self._tell(link)
             self._set(link)
-        return _LAZY_SECONDS if link.ready or self._registration is None and link.problem else _EAGER_SECONDS
+        return _LAZY_SECONDS if link.ready or (self._registration is None and link.problem) else _EAGER_SECONDS
 
-    def _connect(self, channel: Channel) -> None:
+    def _prepare(self) -> None:
         if self._launch is not None:
             # Once: a daemon that an operator stops later stays stopped.
             launch, self._launch = self._launch, None
             launch()
         require_socket(self._path)
+
+    def _connect(self, channel: Channel) -> None:
         answer = channel.call("hello", self._hello, ANSWER_SECONDS)
         channel.session = answer["session"]
         if self._registration is not None:
             try:
                 channel.call("register", self._registration, ANSWER_SECONDS)
             except HpkvError:
-                channel.send("bye", {})
+                with contextlib.suppress(HpkvError):
+                    channel.call("bye", {}, _GOODBYE_SECONDS)
                 channel.session = 0
                 raise
 
-    def _lost(self, channel: Channel, problem: HpkvError) -> None:
+    def _refused(self, channel: Channel, problem: HpkvError) -> float:
         channel.session = 0
+        self._lost(channel, problem)
+        self._refusals += 1
+        return float(min(_REFUSED_SECONDS, _RETRY_SECONDS * 2 ** min(self._refusals, 16)))
+
+    def _lost(self, channel: Channel, problem: HpkvError) -> None:
+        """Report it. The session is kept: a daemon that was only slow still knows it."""
+        self.error = problem
         channel.reset()
         link = Link(problem=str(problem))
         self._tell(link)

@@ -125,9 +125,7 @@ _TABLE = (
         "0660",
         "permissions of the socket, in octal",
     ),
-    Setting(
-        "socket_group", "HPKV_SOCKET_GROUP", "--socket-group", parse_name, None, "group that owns the socket"
-    ),
+    Setting("socket_group", "HPKV_SOCKET_GROUP", "--socket-group", parse_name, None, "group that owns the socket"),
     Setting(
         "pool_size",
         "HPKV_KV_MEM_POOL_SIZE",

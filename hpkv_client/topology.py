@@ -111,21 +111,14 @@ def element_order(tensor: KvTensor) -> str:
     if by_element == 1 and by_head == width and by_token == heads * width:
         return "nhd"
     raise LayoutRefused(
-        f"layer {tensor.name}: shape {tensor.shape} with stride {tensor.stride} is neither head-major nor "
-        "token-major",
+        f"layer {tensor.name}: shape {tensor.shape} with stride {tensor.stride} is neither head-major nor token-major",
         "report this layout; the engine runs without caching meanwhile",
     )
 
 
 def _four_dimensions(tensor: KvTensor) -> tuple[int, ...]:
-    if (
-        len(tensor.shape) != len(tensor.stride)
-        or min(tensor.shape, default=0) < 1
-        or tensor.element_bytes < 1
-    ):
-        raise LayoutRefused(
-            f"layer {tensor.name}: shape {tensor.shape} with stride {tensor.stride} holds nothing"
-        )
+    if len(tensor.shape) != len(tensor.stride) or min(tensor.shape, default=0) < 1 or tensor.element_bytes < 1:
+        raise LayoutRefused(f"layer {tensor.name}: shape {tensor.shape} with stride {tensor.stride} holds nothing")
     if len(tensor.shape) == 3:
         blocks, tokens, width = tensor.shape
         by_block, by_token, by_element = tensor.stride
@@ -192,9 +185,7 @@ def _prove_apart(layers: Sequence[Layer], blocks: int) -> None:
     Two names for the very same memory (layers that share their KV) are fine: block meets block.
     """
     pieces = {
-        (run.region, run.block_stride, run.local_offset, run.size): layer.name
-        for layer in layers
-        for run in layer.runs
+        (run.region, run.block_stride, run.local_offset, run.size): layer.name for layer in layers for run in layer.runs
     }
     for (piece, name), (other, other_name) in combinations(sorted(pieces.items()), 2):
         if _overlap(piece, other, blocks):
@@ -217,10 +208,7 @@ def _overlap(one: tuple[int, int, int, int], two: tuple[int, int, int, int], blo
 def natural_order(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sort key that puts ``layers.10`` after ``layers.9``; equal on every rank and for every split."""
     parts = _DIGITS.split(name)
-    order = [
-        (1, len(part.lstrip("0")), part.lstrip("0")) if i % 2 else (0, 0, part)
-        for i, part in enumerate(parts)
-    ]
+    order = [(1, len(part.lstrip("0")), part.lstrip("0")) if i % 2 else (0, 0, part) for i, part in enumerate(parts)]
     return (*order, (-1, 0, name))
 
 

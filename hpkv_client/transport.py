@@ -91,9 +91,7 @@ class Channel:
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
-            raise Unreachable(
-                f"hpkvd on {self.socket_path} does not read", "see 'hpkvd status'"
-            ) from None
+            raise Unreachable(f"hpkvd on {self.socket_path} does not read", "see 'hpkvd status'") from None
         return self._next_id
 
     def replies(self, timeout: float = 0.0) -> Iterator[Reply]:

@@ -165,9 +165,7 @@ def parse_instance(value: object) -> str:
     """A name that may be part of a file name; empty is the unnamed instance."""
     text = parse_text(value)
     if text and not _INSTANCE.fullmatch(text):
-        raise ConfigError(
-            "not an instance name", "use up to 64 letters, digits, dots, dashes; a letter or digit first"
-        )
+        raise ConfigError("not an instance name", "use up to 64 letters, digits, dots, dashes; a letter or digit first")
     return text
 
 

@@ -21,8 +21,11 @@ from hpkv_client.types import KEY_BYTES, Layer, MemoryHandle, RankShard, Run
 PROTOCOL = (1, 0)
 """Major, minor. Peers of one major understand each other."""
 
-MAX_FRAME = 16 << 20
+MAX_FRAME = 4 << 20
 """Longest message in bytes; the socket cuts off a peer that sends more."""
+MAX_PARTS = 1 << 17
+"""Most lists and maps in one message: a few megabytes of empty ones would stall the daemon for seconds."""
+MAX_ECHO = 1 << 16
 MAX_KEYS = 1 << 16
 """Most blocks in one request."""
 MAX_RANKS = 4096
@@ -175,7 +178,7 @@ VERBS: Mapping[str, Mapping[str, Field]] = {
     },
     "bye": {},
     "heartbeat": {},
-    "ping": {"echo": Field(_binary(MAX_FRAME), b"")},
+    "ping": {"echo": Field(_binary(MAX_ECHO), b"")},
     "register": {
         "rank": Field(_integer(0, MAX_RANKS - 1)),
         "world": Field(_integer(1, MAX_RANKS)),
@@ -222,11 +225,34 @@ def _pack(value: Any) -> bytes:
 
 
 def _unpack(frame: bytes) -> Any:
+    # A short frame cannot hold many parts: counting them, the dearer way, is for long ones.
+    count = _PartCount() if len(frame) > MAX_PARTS else None
     try:
-        return msgpack.unpackb(frame, raw=False, strict_map_key=True, max_array_len=MAX_RUNS, max_map_len=256)
+        return msgpack.unpackb(
+            frame,
+            raw=False,
+            strict_map_key=True,
+            max_array_len=MAX_RUNS,
+            max_map_len=256,
+            list_hook=count,
+            object_hook=count,
+        )
     except (ValueError, TypeError, msgpack.exceptions.ExtraData, RecursionError) as problem:
         # msgpack's own exceptions for bad input derive from ValueError, except ExtraData in some versions.
         raise ProtocolError(f"a frame that is not one msgpack value ({type(problem).__name__})") from None
+
+
+class _PartCount:
+    """Lets ``MAX_PARTS`` lists and maps pass."""
+
+    def __init__(self) -> None:
+        self._left = MAX_PARTS
+
+    def __call__(self, part: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError("too many parts")
+        return part
 
 
 def encode_request(verb: str, request_id: int, session: int, body: Body) -> bytes:
@@ -251,8 +277,10 @@ def decode_request(frame: bytes) -> Request:
     if not isinstance(value, list) or len(value) != 4:
         raise ProtocolError("a request must be [verb, id, session, body]")
     verb, request_id, session, body = value
-    if not isinstance(verb, str) or (fields := VERBS.get(verb)) is None:
-        raise ProtocolError(f"unknown verb {str(verb)[:64]!r}", f"this daemon speaks {version_text()}")
+    if not isinstance(verb, str):
+        raise ProtocolError("the verb must be text", f"this daemon speaks {version_text()}")
+    if (fields := VERBS.get(verb)) is None:
+        raise ProtocolError(f"unknown verb {verb[:64]!r}", f"this daemon speaks {version_text()}")
     if type(request_id) is not int or type(session) is not int or min(request_id, session) < 0:
         raise ProtocolError(f"{verb}: id and session must be positive integers")
     if not isinstance(body, dict):
@@ -336,8 +364,7 @@ def shard_to_wire(shard: RankShard) -> Body:
     """The part of a ``register`` body that describes the shard."""
     return {
         "layers": [
-            [layer.name, layer.canonical_bytes, [run_to_wire(run) for run in layer.runs]]
-            for layer in shard.layers
+            [layer.name, layer.canonical_bytes, [run_to_wire(run) for run in layer.runs]] for layer in shard.layers
         ],
         "blocks": shard.blocks,
         "replicas": shard.replicas,

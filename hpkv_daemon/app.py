@@ -59,7 +59,12 @@ def serve(settings: Settings, origins: dict[str, str], progress: Progress) -> No
     _log_to(settings)
     _claim_priority()
     with _Stop() as stop, InstanceLock(Path(settings.socket)) as lock:
-        pool = Pool.open(Path(settings.pool_path), settings.pool_size, progress)
+
+        def allocated(done_bytes: int, total_bytes: int) -> None:
+            stop.check()
+            progress(done_bytes, total_bytes)
+
+        pool = Pool.open(Path(settings.pool_path), settings.pool_size, allocated)
         try:
             lock.describe(pool.path)
             uvloop.run(_run(settings, origins, pool, stop))
@@ -73,7 +78,7 @@ async def _run(settings: Settings, origins: dict[str, str], pool: Pool, stop: _S
     faults = Faults(settings.faults)
     if settings.faults:
         log.warning("fault hooks are on: %s", settings.faults)
-    router = Router(Path(settings.socket), settings.socket_mode, loop)
+    router = Router(Path(settings.socket), settings.socket_mode, settings.socket_group, loop)
     identity = Identity(
         pid=os.getpid(),
         epoch=new_epoch(),
@@ -100,8 +105,6 @@ async def _run(settings: Settings, origins: dict[str, str], pool: Pool, stop: _S
         settings.lease_seconds,
         faults,
     )
-    stopped = asyncio.Event()
-    stop.on_signal(loop, stopped)
     ticker = asyncio.create_task(_tick(service))
     router.serve(service.handle)
     # What exists now lives as long as the daemon: no collection needs to look at it again.
@@ -119,7 +122,7 @@ async def _run(settings: Settings, origins: dict[str, str], pool: Pool, stop: _S
     if settings.storage_path:
         log.info("storage path %s is checked; this version keeps blocks in memory only", settings.storage_path)
     try:
-        await stopped.wait()
+        await stop.wait()
         log.info("stopping")
     finally:
         ticker.cancel()
@@ -142,28 +145,35 @@ def _plain(value: object) -> object:
 
 
 class _Stop:
-    """Turns stop signals into an event, also those that come while the daemon still starts."""
+    """Holds stop signals back, except where they can be obeyed without leaving anything behind.
 
-    _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    They stay blocked while the daemon starts (``check`` looks for them between steps of the allocation) and
+    again once it ends: no signal, however often it comes, interrupts the clean-up.
+    """
+
+    _SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
     def __enter__(self) -> _Stop:
-        for number in self._SIGNALS:
-            signal.signal(number, self._early)
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._SIGNALS)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in self._SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+        """The process is about to end; a signal has nothing more to say."""
 
-    @staticmethod
-    def _early(number: int, _: object) -> None:
-        log.info("%s while starting: stopping", signal.Signals(number).name)
-        raise SystemExit(0)
+    def check(self) -> None:
+        """Leave if a signal came while the daemon starts."""
+        if signal.sigpending() & self._SIGNALS:
+            log.info("told to stop while starting")
+            raise SystemExit(0)
 
-    def on_signal(self, loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
-        """From now on a signal sets the event."""
+    async def wait(self) -> None:
+        """Return at the first signal, those included that came earlier."""
+        stopped = asyncio.Event()
         for number in self._SIGNALS:
-            loop.add_signal_handler(number, stopped.set)
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._SIGNALS)
+        await stopped.wait()
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._SIGNALS)
 
 
 def _log_to(settings: Settings) -> None:

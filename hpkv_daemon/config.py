@@ -63,9 +63,7 @@ def _check_group(name: str | None) -> None:
     except KeyError:
         raise ConfigError(f"group {name!r} does not exist", "set HPKV_SOCKET_GROUP to another") from None
     if os.geteuid() != 0 and group.gr_gid not in (os.getegid(), *os.getgroups()):
-        raise NotPermitted(
-            f"this user is not in group {name!r}", "join the group, or set HPKV_SOCKET_GROUP to another"
-        )
+        raise NotPermitted(f"this user is not in group {name!r}", "join the group, or set HPKV_SOCKET_GROUP to another")
 
 
 def _check_log_file(path: Path) -> None:

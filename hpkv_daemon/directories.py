@@ -25,9 +25,7 @@ def ensure_directory(path: Path, purpose: str, mode: int = 0o700) -> None:
     except OSError as problem:
         raise ConfigError(f"{purpose} {path}: {problem.strerror}", "choose another path") from None
     if not stat.S_ISDIR(info.st_mode):
-        raise ConfigError(
-            f"{purpose} {path} is not a directory", "move the file away, or choose another path"
-        )
+        raise ConfigError(f"{purpose} {path} is not a directory", "move the file away, or choose another path")
     _check_owner(path, info, purpose)
     _check_writable(path, purpose)
 
@@ -36,9 +34,7 @@ def _create(path: Path, purpose: str, mode: int) -> None:
     if path.is_symlink():
         raise ConfigError(f"{purpose} {path} is a link to nothing", "remove the link")
     if not path.parent.exists():
-        raise ConfigError(
-            f"{purpose} {path}: its parent {path.parent} does not exist", f"run 'mkdir -p {path.parent}'"
-        )
+        raise ConfigError(f"{purpose} {path}: its parent {path.parent} does not exist", f"run 'mkdir -p {path.parent}'")
     try:
         path.mkdir(mode)
         path.chmod(mode)
@@ -50,9 +46,7 @@ def _create(path: Path, purpose: str, mode: int) -> None:
             f"cannot create {purpose} {path}", f"create it, or let uid {os.geteuid()} write to {path.parent}"
         ) from None
     except OSError as problem:
-        raise ConfigError(
-            f"cannot create {purpose} {path}: {problem.strerror}", "choose another path"
-        ) from None
+        raise ConfigError(f"cannot create {purpose} {path}: {problem.strerror}", "choose another path") from None
 
 
 def _check_owner(path: Path, info: os.stat_result, purpose: str) -> None:

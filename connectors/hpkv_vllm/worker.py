@@ -94,9 +94,7 @@ class WorkerConnector:
         self._keeper.start()
         link = self._keeper.wait(REGISTER_WAIT_SECONDS, lambda link: link.up or bool(link.problem))
         if not link.up:
-            log.warning(
-                "HPKV: rank %s starts without cache: %s", registration["place"], link.problem or "no answer"
-            )
+            log.warning("HPKV: rank %s starts without cache: %s", registration["place"], link.problem or "no answer")
 
     def _registration(self, kv_caches: Mapping[str, Any]) -> dict[str, Any]:
         group = compat.supported_group(self._kv_cache_config)
@@ -200,11 +198,7 @@ class WorkerConnector:
         """Withdraw what is late or belongs to a daemon that is gone; give blocks back only when nobody copies."""
         assert self._keeper is not None
         lost = not self._keeper.link.up
-        late = [
-            (request, pending)
-            for request, pending in self._pending.items()
-            if lost or pending.deadline <= now
-        ]
+        late = [(request, pending) for request, pending in self._pending.items() if lost or pending.deadline <= now]
         if late:
             if not lost:
                 log.warning("HPKV: %d jobs missed their deadline, the daemon counts as down", len(late))

@@ -41,9 +41,7 @@ class _Commands(click.Group):
         return command
 
 
-@click.group(
-    cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
-)
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 def hpkvd() -> None:
     """HPKV: one KV cache per node, outside the engines that use it.
 

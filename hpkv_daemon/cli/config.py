@@ -71,6 +71,4 @@ def default(as_json: bool) -> None:
         click.echo(f"\n# {setting.help} ({setting.env}, {setting.flag})")
         value = defaults[setting.name]
         # JSON text is TOML text, too.
-        click.echo(
-            f"# {setting.name} = {json.dumps(value)}" if value is not None else f"# {setting.name} is not set"
-        )
+        click.echo(f"# {setting.name} = {json.dumps(value)}" if value is not None else f"# {setting.name} is not set")

@@ -69,17 +69,13 @@ def start_daemon(
         except Busy:
             if instance_holder(settings.socket) is None and listener(settings.socket) is None:
                 raise
-    raise Unreachable(
-        f"hpkvd on {settings.socket} was not ready after {timeout:g} s", f"see {log_path(settings)}"
-    )
+    raise Unreachable(f"hpkvd on {settings.socket} was not ready after {timeout:g} s", f"see {log_path(settings)}")
 
 
 class _Starting:
     """A daemon between its spawn and its first answer."""
 
-    def __init__(
-        self, settings: Settings, flags: Mapping[str, object], progress: Progress, warn: Warn
-    ) -> None:
+    def __init__(self, settings: Settings, flags: Mapping[str, object], progress: Progress, warn: Warn) -> None:
         self._settings = settings
         self._progress = progress
         self._warn = warn
@@ -118,9 +114,7 @@ class _Starting:
                 found = answer(self._settings.socket, deadline)
                 if found is not None:
                     return found
-        raise Unreachable(
-            f"hpkvd made no progress for {timeout:g} s while starting", f"see {log_path(self._settings)}"
-        )
+        raise Unreachable(f"hpkvd made no progress for {timeout:g} s while starting", f"see {log_path(self._settings)}")
 
     def _heed(self, message: dict[str, Any]) -> None:
         self._error = failure_in(message) or self._error
@@ -224,9 +218,7 @@ def _end(process: int, pid: int, timeout: float, force: bool) -> None:
         _send(process, pid, signal.SIGKILL)
         if _ended(process, _KILL_SECONDS):
             return
-    raise HpkvError(
-        f"hpkvd (pid {pid}) has not ended after {timeout:g} s", "see its log, or add --force to kill it"
-    )
+    raise HpkvError(f"hpkvd (pid {pid}) has not ended after {timeout:g} s", "see its log, or add --force to kill it")
 
 
 def _send(process: int, pid: int, number: signal.Signals) -> None:

@@ -44,7 +44,6 @@ def serve(report_fd: int | None, **flags: Any) -> None:
 
 
 def _serve(report: Any, flags: dict[str, Any]) -> None:
-    from hpkv_daemon import app
     from hpkv_daemon.cli.reporting import Allocation
     from hpkv_daemon.config import load_settings, prepare, summary
     from hpkv_daemon.locks import instance_holder
@@ -61,6 +60,8 @@ def _serve(report: Any, flags: dict[str, Any]) -> None:
     for text in warnings:
         report.warn(text)
     notes = [(logging.INFO, summary(settings, origins))] + [(logging.WARNING, text) for text in warnings]
+    from hpkv_daemon import app
+
     app.serve(settings, origins, Allocation(report, notes))
 
 

@@ -87,9 +87,7 @@ def ping(as_json: bool, timeout: float, **flags: Any) -> None:
 @click.command()
 @as_json
 @reply_timeout(5.0)
-@click.option(
-    "-i", "--interval", type=click.FloatRange(min=0.01), help="Repeat every SECONDS, as rolling columns."
-)
+@click.option("-i", "--interval", type=click.FloatRange(min=0.01), help="Repeat every SECONDS, as rolling columns.")
 @click.option("-n", "--count", type=click.IntRange(min=1), help="With -i: end after this many lines.")
 @setting_options(*CLIENT_SETTINGS)
 def stats(as_json: bool, timeout: float, interval: float | None, count: int | None, **flags: Any) -> None:
@@ -159,9 +157,7 @@ def clear(as_json: bool, timeout: float, namespace: str | None, **flags: Any) ->
         try:
             body["namespace"] = bytes.fromhex(namespace)
         except ValueError:
-            raise UsageError(
-                f"namespace {namespace!r} is not hexadecimal", "copy it from 'hpkvd info'"
-            ) from None
+            raise UsageError(f"namespace {namespace!r} is not hexadecimal", "copy it from 'hpkvd info'") from None
     with connected(client_settings(flags).socket, timeout) as connection:
         emit(connection.call("clear", body), as_json)
 

@@ -44,9 +44,7 @@ class LeaseTable:
     def __iter__(self) -> Iterator[Lease]:
         return iter(list(self._leases.values()))
 
-    def grant(
-        self, owner: Hashable, namespace: int, pinned: tuple[int, ...], length: int, deadline: float
-    ) -> Lease:
+    def grant(self, owner: Hashable, namespace: int, pinned: tuple[int, ...], length: int, deadline: float) -> Lease:
         """A new lease. Its pins are the caller's business."""
         lease = Lease(next(self._numbers), owner, namespace, pinned, length, deadline)
         self._leases[lease.number] = lease

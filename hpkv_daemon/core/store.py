@@ -117,9 +117,7 @@ class BlockStore:
         pinned = tuple(slot for slot in slots if slot != NONE)
         return (self._grant(owner, namespace, pinned, 0, deadline) if pinned else None), slots
 
-    def _grant(
-        self, owner: Hashable, namespace: int, pinned: tuple[int, ...], length: int, deadline: float
-    ) -> Lease:
+    def _grant(self, owner: Hashable, namespace: int, pinned: tuple[int, ...], length: int, deadline: float) -> Lease:
         for slot in pinned:
             self.blocks.pin(slot)
             self.blocks.touch(slot)

@@ -75,13 +75,18 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Alive:
+    """The answer to ``ping``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Died:
     """The mover's process is gone, and every mapping and copy of it."""
 
     reason: str
 
 
-Event = Attached | Done | Died
+Event = Attached | Done | Alive | Died
 
 
 class Mover(Protocol):
@@ -108,11 +113,20 @@ class Mover(Protocol):
     def cancel(self, ticket: int) -> None:
         """Ask for an early end; the confirmation is the job's ``Done``."""
 
+    def ping(self) -> None:
+        """Ask for a sign of life; answered by ``Alive``, also while copies run."""
+
     def poll(self) -> Iterable[Event]:
         """What happened since the last call."""
 
     def flush(self) -> bool:
         """Send what the process did not take yet; True when nothing is left to send."""
 
+    def kill(self) -> None:
+        """Begin to end the process; ``Died`` tells when no copy of it can run any more."""
+
     def close(self) -> None:
-        """End the mover, now, and with it every mapping it holds."""
+        """Let go of the mover, which holds no job, and end its process; ``ended`` tells when it is gone."""
+
+    def ended(self, timeout: float = 0.0) -> bool:
+        """Whether the process is gone, and every mapping it held; waits up to ``timeout`` seconds for it."""

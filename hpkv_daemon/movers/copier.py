@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hpkv_client.control import ControlPage
+from hpkv_client.control import PAGE_BYTES, ControlPage
+from hpkv_client.errors import LayoutRefused
 from hpkv_client.memory import map_shared
 from hpkv_client.types import MemoryHandle, Run
 from hpkv_daemon.movers.base import Direction
@@ -34,18 +35,25 @@ class AttachedRank:
         self, regions: Sequence[MemoryHandle], control: MemoryHandle | None, runs: Sequence[Run], blocks: int
     ) -> None:
         self._mappings: list[mmap.mmap] = []
+        self._pieces: list[_Piece] = []
         self.control: ControlPage | None = None
+        self.block_bytes = sum(run.size for run in runs)
         try:
-            for handle in regions:
-                self._mappings.append(map_shared(handle))
-            if control is not None:
-                self._mappings.append(map_shared(control))
-                self.control = ControlPage(self._mappings[-1])
-            self._pieces = [self._piece(run, blocks) for run in runs]
+            self._map(regions, control)
+            for run in runs:
+                self._pieces.append(self._piece(run, blocks))
         except BaseException:
             self.close()
             raise
-        self.block_bytes = sum(run.size for run in runs)
+
+    def _map(self, regions: Sequence[MemoryHandle], control: MemoryHandle | None) -> None:
+        for handle in regions:
+            self._mappings.append(map_shared(handle))
+        if control is not None:
+            if control.size < PAGE_BYTES:
+                raise LayoutRefused(f"a control page of {control.size} bytes; {PAGE_BYTES} are needed")
+            self._mappings.append(map_shared(control))
+            self.control = ControlPage(self._mappings[-1])
 
     def _piece(self, run: Run, blocks: int) -> _Piece:
         shape: tuple[int, ...]
@@ -77,7 +85,7 @@ class AttachedRank:
 
     def close(self) -> None:
         """Unmap everything; no copy may run."""
-        self._pieces = []
+        self._pieces.clear()
         if self.control is not None:
             self.control.close()
             self.control = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-import signal
 import socket
 import struct
 import subprocess
@@ -13,15 +13,18 @@ from collections.abc import Iterator
 
 from hpkv_client.types import MemoryHandle
 from hpkv_client.wire import pack_blocks, run_to_wire
-from hpkv_daemon.movers.base import Attached, Attachment, CopyJob, Died, Done, Event, Outcome
+from hpkv_daemon.movers.base import Alive, Attached, Attachment, CopyJob, Died, Done, Event, Outcome
 from hpkv_daemon.movers.link import Link
 
 _TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x8000"
 """Copies of 32 KiB and more stream past the cache: the pool is far larger than it, and the engine needs it."""
 
+_EXIT_SECONDS = 0.1
+"""From its last closed descriptor to its exit status."""
+
 
 class HostMover:
-    """A ``Mover`` for memory of the CPU. Owns the process: ``close`` kills it.
+    """A ``Mover`` for memory of the CPU. Owns the process: ``close`` it, then ask ``ended`` until it is.
 
     Not thread-safe. The pool's descriptor is inherited by the process, not kept here.
     """
@@ -33,13 +36,18 @@ class HostMover:
         environment = dict(os.environ, GLIBC_TUNABLES=_TUNABLES, OMP_NUM_THREADS="1")
         command = [sys.executable, "-P", "-m", "hpkv_daemon.movers.process"]
         arguments = [str(theirs.fileno()), str(pool_fd), str(pool_bytes), faults]
-        self._process = subprocess.Popen(
-            command + arguments,
-            env=environment,
-            pass_fds=(theirs.fileno(), pool_fd),
-            stdin=subprocess.DEVNULL,
-        )
-        theirs.close()
+        try:
+            self._process = subprocess.Popen(
+                command + arguments,
+                env=environment,
+                pass_fds=(theirs.fileno(), pool_fd),
+                stdin=subprocess.DEVNULL,
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         self._link = Link(ours)
         self._tickets = 0
 
@@ -79,27 +87,41 @@ class HostMover:
         """Send queued messages; True when none is left."""
         return self._link.flush()
 
+    def ping(self) -> None:
+        """See ``Mover``."""
+        self._link.send(["ping", 0])
+
     def poll(self) -> Iterator[Event]:
         """See ``Mover``."""
         for verb, number, *rest in self._link.receive():
             if verb == "attached":
                 yield Attached(number, rest[0])
+            elif verb == "alive":
+                yield Alive()
             else:
                 outcome, problem, moved, seconds = rest
                 yield Done(number, Outcome(outcome), problem, moved, seconds)
         if self._link.closed:
-            yield Died(f"exit status {self._reap()}")
+            # The kernel lets go of a process' memory before it closes its descriptors: no copy runs any more.
+            self.kill()
+            self.ended(_EXIT_SECONDS)
+            yield Died(f"exit status {self._process.returncode}")
+
+    def kill(self) -> None:
+        """See ``Mover``."""
+        # It holds nothing that a polite end would save, and it may be frozen.
+        self._process.kill()
 
     def close(self) -> None:
         """See ``Mover``."""
         self._link.close()
-        self._reap()
+        self.kill()
 
-    def _reap(self) -> int:
-        if self._process.poll() is None:
-            # It holds nothing that a polite end would save, and it may be frozen.
-            self._process.send_signal(signal.SIGKILL)
-        return self._process.wait()
+    def ended(self, timeout: float = 0.0) -> bool:
+        """See ``Mover``."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+        return self._process.returncode is not None
 
 
 def _fields(handle: MemoryHandle) -> list[object]:

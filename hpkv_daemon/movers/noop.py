@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from hpkv_daemon.movers.base import Attached, Attachment, CopyJob, Done, Event, Outcome
+from hpkv_daemon.movers.base import Alive, Attached, Attachment, CopyJob, Died, Done, Event, Outcome
 
 
 class NoopMover:
@@ -47,6 +47,10 @@ class NoopMover:
         """See ``Mover``."""
         return True
 
+    def ping(self) -> None:
+        """See ``Mover``."""
+        self._tell(Alive())
+
     def poll(self) -> Iterator[Event]:
         """See ``Mover``."""
         if self._events:
@@ -54,6 +58,14 @@ class NoopMover:
         events, self._events = self._events, []
         yield from events
 
+    def kill(self) -> None:
+        """See ``Mover``."""
+        self._tell(Died("killed"))
+
     def close(self) -> None:
         """See ``Mover``."""
         os.close(self._event)
+
+    def ended(self, timeout: float = 0.0) -> bool:  # noqa: ARG002
+        """See ``Mover``."""
+        return True

@@ -19,7 +19,6 @@ from typing import Any
 
 import msgpack
 
-from hpkv_client.errors import HpkvError
 from hpkv_client.types import MemoryHandle, Run
 from hpkv_client.wire import unpack_blocks
 from hpkv_daemon.movers.base import Direction, Outcome
@@ -81,6 +80,8 @@ class MoverProcess:
         verb, number, *rest = message
         if verb == "copy":
             self._queue(number, *rest)
+        elif verb == "ping":
+            self._link.send(["alive", number])
         elif verb == "cancel":
             self._cancel(lambda job: job.ticket == number)
         elif verb == "attach":
@@ -91,9 +92,7 @@ class MoverProcess:
             if rank is not None:
                 rank.close()
 
-    def _attach(
-        self, number: int, regions: list[Any], control: list[Any] | None, runs: list[Any], blocks: int
-    ) -> None:
+    def _attach(self, number: int, regions: list[Any], control: list[Any] | None, runs: list[Any], blocks: int) -> None:
         problem = ""
         try:
             rank = AttachedRank(
@@ -102,7 +101,7 @@ class MoverProcess:
                 [Run(*run) for run in runs],
                 blocks,
             )
-        except (HpkvError, OSError, ValueError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001  (one rank's bad memory must not end the copies of others)
             problem = str(error) or type(error).__name__
         else:
             if rank.control is not None:
@@ -110,17 +109,13 @@ class MoverProcess:
             self._ranks[number] = rank
         self._link.send(["attached", number, problem])
 
-    def _queue(
-        self, ticket: int, attachment: int, direction: int, job: int, offsets: bytes, blocks: bytes
-    ) -> None:
+    def _queue(self, ticket: int, attachment: int, direction: int, job: int, offsets: bytes, blocks: bytes) -> None:
         rank = self._ranks.get(attachment)
         if rank is None:
             self._link.send(["done", ticket, Outcome.FAILED, "the rank is not attached", 0, 0.0])
             return
         slots = memoryview(offsets).cast("Q").tolist()
-        entry = _Job(
-            ticket, rank, attachment, Direction(direction), job, tuple(slots), unpack_blocks(blocks)
-        )
+        entry = _Job(ticket, rank, attachment, Direction(direction), job, tuple(slots), unpack_blocks(blocks))
         (self._loads if entry.direction is Direction.LOAD else self._stores).append(entry)
 
     def _cancel(self, matches: Any) -> None:

@@ -93,9 +93,7 @@ def _open(path: Path) -> int:
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
         os.close(fd)
-        raise ConfigError(
-            f"pool file {path} is not a plain file of its own", "remove it, or choose another directory"
-        )
+        raise ConfigError(f"pool file {path} is not a plain file of its own", "remove it, or choose another directory")
     if info.st_uid != os.geteuid():
         os.close(fd)
         raise NotPermitted(f"pool file {path} belongs to uid {info.st_uid}", "choose another directory")
@@ -140,9 +138,7 @@ def _allocate(fd: int, path: Path, size: int, progress: Progress) -> None:
         available = os.fstat(fd).st_blocks * 512 + available_bytes(path.parent)
         if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
             raise no_room(path.parent, size, available) from None
-        raise ConfigError(
-            f"cannot allocate pool {path}: {problem.strerror}", "choose another directory"
-        ) from None
+        raise ConfigError(f"cannot allocate pool {path}: {problem.strerror}", "choose another directory") from None
 
 
 def available_bytes(directory: Path) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,8 @@ from hpkv_client.errors import ConfigError
 from hpkv_client.transport import endpoint
 from hpkv_client.wire import MAX_FRAME
 from hpkv_daemon.service.sessions import Peer
+
+log = logging.getLogger(__name__)
 
 _BATCH = 256
 """Requests handled before timers and movers get their turn."""
@@ -30,7 +34,7 @@ class Router:
     looked at before waiting again, or messages stay unseen.
     """
 
-    def __init__(self, socket_path: Path, mode: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, socket_path: Path, mode: int, group: str | None, loop: asyncio.AbstractEventLoop) -> None:
         self._path = socket_path
         self._loop = loop
         self._context = zmq.Context()
@@ -44,14 +48,16 @@ class Router:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         self._handler: Handler | None = None
         self._scheduled = False
-        self._peers: dict[bytes, Peer] = {}
-        self._bind(mode)
+        self._closed = False
+        self._bind(mode, group)
 
-    def _bind(self, mode: int) -> None:
+    def _bind(self, mode: int, group: str | None) -> None:
         # A umask that only narrows: nobody connects in the moment before chmod.
         before = os.umask(0o777 & ~mode)
         try:
             self._socket.bind(endpoint(self._path))
+            if group is not None:
+                shutil.chown(self._path, group=group)
             os.chmod(self._path, mode)
         except (zmq.ZMQError, OSError) as problem:
             self._context.destroy(0)
@@ -69,6 +75,8 @@ class Router:
 
     def send(self, identity: bytes, frame: bytes) -> None:
         """Send a deferred reply; dropped if the peer is gone or does not read."""
+        if self._closed:
+            return
         self._transmit(identity, frame)
         self._schedule()
 
@@ -86,29 +94,36 @@ class Router:
 
     def _drain(self) -> None:
         self._scheduled = False
-        assert self._handler is not None
         for _ in range(_BATCH):
+            if self._closed:
+                return
             try:
                 head = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 if self._socket.poll(0, zmq.POLLIN):
                     continue
                 return
-            if not self._socket.getsockopt(zmq.RCVMORE):
-                continue
-            frame = self._socket.recv(zmq.NOBLOCK)
-            extra = False
-            while self._socket.getsockopt(zmq.RCVMORE):
-                self._socket.recv(zmq.NOBLOCK)
-                extra = True
-            peer = _peer(head)
-            reply = self._handler(peer, b"" if extra else frame)
-            if reply is not None:
-                self._transmit(peer.identity, reply)
+            self._serve_one(head)
         self._schedule()
+
+    def _serve_one(self, head: zmq.Frame) -> None:
+        frames = []
+        while self._socket.getsockopt(zmq.RCVMORE):
+            frames.append(self._socket.recv(zmq.NOBLOCK))
+        try:
+            peer = _peer(head)
+        except (zmq.ZMQError, ValueError):
+            log.warning("dropped a message: its sender cannot be told")
+            return
+        assert self._handler is not None
+        # A message of more frames is none of ours: it counts as an empty one.
+        reply = self._handler(peer, frames[0] if len(frames) == 1 else b"")
+        if reply is not None:
+            self._transmit(peer.identity, reply)
 
     def close(self) -> None:
         """Stop listening, give pending replies a moment, remove the socket file."""
+        self._closed = True
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
         self._context.term()
@@ -118,7 +133,5 @@ class Router:
 
 def _peer(head: zmq.Frame) -> Peer:
     """Identity of the sender; uid and pid are the kernel's word (SO_PEERCRED), not the sender's."""
-    address = head.get("Peer-Address")
-    assert isinstance(address, str)
-    _, uid, _, pid = address.rsplit(":", 3)
+    _, uid, _, pid = str(head.get("Peer-Address")).rsplit(":", 3)
     return Peer(head.bytes, int(uid), int(pid))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hpkv_client.errors import LayoutRefused, NotRegistered, UsageError
 from hpkv_client.topology import CanonicalLayout, canonical_layout, place
-from hpkv_client.types import MemoryHandle, RankShard, typed_digest
+from hpkv_client.types import Keys, MemoryHandle, RankShard, typed_digest
 from hpkv_daemon.core.store import Reservation
 from hpkv_daemon.movers.base import Attachment
 from hpkv_daemon.service.sessions import Session
@@ -35,7 +35,9 @@ class StoreJob:
     """One store of an engine, over all of its ranks. Decided once, when its first rank asks."""
 
     number: int
-    keys: list[bytes]
+    keys: Keys
+    parent: bytes | None
+    chained: bool
     reservation: Reservation
     started: float
     missing: set[int]
@@ -71,24 +73,22 @@ class Engine:
     @property
     def ready(self) -> bool:
         """All ranks are registered, proven and mapped: blocks can move."""
-        return (
-            self.namespace is not None
-            and self.complete
-            and all(rank.attached for rank in self.ranks.values())
-        )
+        return self.namespace is not None and self.complete and all(rank.attached for rank in self.ranks.values())
 
     def admit(self, rank: Rank, world: int, fingerprint: bytes) -> None:
         """Add a rank. Raises ``UsageError`` when it contradicts the ranks before it."""
         if world != self.world or rank.number >= world:
             raise UsageError(f"rank {rank.number} of {world} in an engine of {self.world} ranks")
         if fingerprint != self.fingerprint:
-            raise UsageError(
-                "the ranks of one engine registered different namespaces", "use one model and config"
-            )
+            raise UsageError("the ranks of one engine registered different namespaces", "use one model and config")
         self.ranks[rank.number] = rank
         self.layout = None
         self.namespace = None
         self.problem = ""
+
+    def has(self, session: Session) -> bool:
+        """Whether the session registered a rank."""
+        return any(rank.session is session for rank in self.ranks.values())
 
     def leave(self, session: Session) -> list[Rank]:
         """Remove the ranks of a session; they are returned so that their memory can be unmapped."""

@@ -12,9 +12,15 @@ from hpkv_daemon.service.sessions import Reactor
 
 log = logging.getLogger(__name__)
 
-CONFIRM_SECONDS = 2.0
+CONFIRM_SECONDS = 1.5
 """A mover that does not confirm a cancelled copy within this time is frozen: it is killed."""
+ANSWER_SECONDS = 5.0
+"""So is one that says nothing for so long though it is asked to, whether it copies or idles."""
+START_SECONDS = 30.0
+"""Until it has spoken for the first time: an interpreter on a busy machine takes its time to start."""
 RESTART_SECONDS = 1.0
+_PING_SECONDS = 1.0
+_EXIT_SECONDS = 1.0
 
 OnDone = Callable[[Done], None]
 OnAttached = Callable[[Attached], None]
@@ -23,6 +29,13 @@ OnAttached = Callable[[Attached], None]
 @dataclass(slots=True)
 class _Device:
     mover: Mover
+    deadline: float
+    """When the mover counts as frozen unless it is heard of."""
+    next_ping: float
+    started: bool = False
+    """It has been heard of."""
+    condemned: str = ""
+    """Why it is being killed, if it is."""
     attachments: dict[int, tuple[Attachment, OnAttached]] = field(default_factory=dict)
     jobs: dict[int, OnDone] = field(default_factory=dict)
     cancelled: dict[int, float] = field(default_factory=dict)
@@ -31,15 +44,17 @@ class _Device:
 
 
 class Movers:
-    """Routes copies to devices and events back. ``factories``: device name -> constructor."""
+    """Routes copies to devices and events back. ``factories``: device name -> constructor.
 
-    def __init__(
-        self, factories: dict[str, Callable[[], Mover]], reactor: Reactor, clock: Callable[[], float]
-    ) -> None:
+    ``clock`` must stand still while this process is stopped: movers answer, but nobody listens.
+    """
+
+    def __init__(self, factories: dict[str, Callable[[], Mover]], reactor: Reactor, clock: Callable[[], float]) -> None:
         self._factories = factories
         self._reactor = reactor
         self._clock = clock
         self._devices: dict[str, _Device] = {}
+        self._ending: list[Mover] = []
         self._home: dict[int, str] = {}
         self._numbers = 0
         self.restarts = 0
@@ -55,7 +70,7 @@ class Movers:
         self.require(device)
         state = self._devices.get(device)
         if state is None:
-            state = self._devices[device] = _Device(self._start(device))
+            state = self._devices[device] = self._start(device)
         self._numbers += 1
         number = self._numbers
         self._home[number] = device
@@ -73,12 +88,16 @@ class Movers:
         del state.attachments[number]
         if state.alive:
             state.mover.detach(number)
+            if state.started:
+                # The owner wants its memory back: a mover that is frozen now must go soon.
+                state.mover.ping()
+                state.deadline = min(state.deadline, self._clock() + CONFIRM_SECONDS)
         self._end_if_idle(device)
 
     def submit(self, job: CopyJob, on_done: OnDone) -> int | None:
         """Queue a copy; its ticket, or None when the device's mover is not there right now."""
         state = self._devices[self._home[job.attachment]]
-        if not state.alive:
+        if not state.alive or state.condemned:
             return None
         ticket = state.mover.submit(job)
         state.jobs[ticket] = on_done
@@ -94,39 +113,58 @@ class Movers:
     def describe(self) -> list[dict[str, object]]:
         """Device, pid and queued jobs of each mover."""
         return [
-            {"device": name, "pid": state.mover.pid, "jobs": len(state.jobs)}
-            for name, state in self._devices.items()
+            {"device": name, "pid": state.mover.pid, "jobs": len(state.jobs)} for name, state in self._devices.items()
         ]
 
-    def tick(self, now: float) -> None:
-        """Kill movers that do not confirm; push out what their sockets did not take."""
-        for name, state in list(self._devices.items()):
+    def tick(self) -> None:
+        """Kill movers that do not confirm or answer; push out what their sockets did not take."""
+        now = self._clock()
+        self._ending = [mover for mover in self._ending if not mover.ended()]
+        for state in self._devices.values():
             if not state.alive:
                 continue
             state.mover.flush()
+            if now >= state.next_ping:
+                state.next_ping = now + _PING_SECONDS
+                state.mover.ping()
             if any(now - since > CONFIRM_SECONDS for since in state.cancelled.values()):
-                log.warning("mover %s (pid %d) does not confirm a cancelled copy, replacing it", name, state.mover.pid)
-                self._fail(name, state, "killed: it did not confirm a cancelled copy")
+                self._kill(state, "it did not confirm a cancelled copy")
+            elif now > state.deadline:
+                self._kill(state, "it did not answer")
+
+    def _kill(self, state: _Device, why: str) -> None:
+        if not state.condemned:
+            log.warning("mover %s (pid %d) is frozen: %s", state.mover.device, state.mover.pid, why)
+            state.condemned = why
+            state.mover.kill()
 
     def close(self) -> None:
         """End all movers."""
         for state in self._devices.values():
             if state.alive:
-                self._reactor.remove_reader(state.mover.fileno())
-                state.mover.close()
+                self._retire(state)
         self._devices.clear()
+        for mover in self._ending:
+            mover.ended(_EXIT_SECONDS)
 
-    def _start(self, device: str) -> Mover:
+    def _retire(self, state: _Device) -> None:
+        self._reactor.remove_reader(state.mover.fileno())
+        state.mover.close()
+        self._ending.append(state.mover)
+
+    def _start(self, device: str) -> _Device:
         mover = self._factories[device]()
         self._reactor.add_reader(mover.fileno(), lambda: self._poll(device))
         log.info("mover %s started, pid %d", device, mover.pid)
-        return mover
+        now = self._clock()
+        return _Device(mover, now + START_SECONDS, now + _PING_SECONDS)
 
     def _poll(self, device: str) -> None:
         state = self._devices.get(device)
         if state is None or not state.alive:
             return
         for event in state.mover.poll():
+            state.started, state.deadline = True, self._clock() + ANSWER_SECONDS
             if isinstance(event, Done):
                 state.cancelled.pop(event.ticket, None)
                 on_done = state.jobs.pop(event.ticket, None)
@@ -135,9 +173,8 @@ class Movers:
             elif isinstance(event, Attached):
                 if event.attachment in state.attachments:
                     state.attachments[event.attachment][1](event)
-            else:
-                assert isinstance(event, Died)
-                self._fail(device, state, event.reason)
+            elif isinstance(event, Died):
+                self._fail(device, state, state.condemned or event.reason)
                 return
         self._end_if_idle(device)
 
@@ -146,8 +183,7 @@ class Movers:
         if not state.alive:
             return
         state.alive = False
-        self._reactor.remove_reader(state.mover.fileno())
-        state.mover.close()
+        self._retire(state)
         jobs, state.jobs = state.jobs, {}
         state.cancelled.clear()
         for ticket, on_done in jobs.items():
@@ -167,10 +203,16 @@ class Movers:
         if not state.attachments:
             del self._devices[device]
             return
-        state.mover = self._start(device)
-        state.alive = True
-        for number, (what, _) in state.attachments.items():
-            state.mover.attach(number, what)
+        try:
+            fresh = self._start(device)
+        except OSError as problem:
+            log.warning("mover %s does not start: %s", device, problem)
+            self._reactor.call_later(RESTART_SECONDS, lambda: self._restart(device, state))
+            return
+        fresh.attachments = state.attachments
+        self._devices[device] = fresh
+        for number, (what, _) in fresh.attachments.items():
+            fresh.mover.attach(number, what)
 
     def _end_if_idle(self, device: str) -> None:
         state = self._devices.get(device)
@@ -178,6 +220,5 @@ class Movers:
             return
         del self._devices[device]
         if state.alive:
-            self._reactor.remove_reader(state.mover.fileno())
-            state.mover.close()
+            self._retire(state)
             log.info("mover %s ended with its last rank", device)

@@ -13,6 +13,7 @@ from hpkv_daemon.service.engines import Engine
 from hpkv_daemon.service.movers import Movers
 from hpkv_daemon.service.sessions import SessionTable
 
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """What the daemon tells about itself."""
@@ -31,20 +32,20 @@ class Identity:
 
 def describe(
     identity: Identity,
-    now: float,
-    started: float,
+    uptime: float,
+    awake: float,
     store: BlockStore,
     engines: Iterable[Engine],
     sessions: SessionTable,
     movers: Movers,
 ) -> Body:
-    """The body of ``info``."""
+    """The body of ``info``. ``awake`` is now by the sessions' clock."""
     return {
         "pid": identity.pid,
         "epoch": identity.epoch,
         "version": identity.version,
         "instance": identity.instance,
-        "uptime_seconds": round(now - started, 3),
+        "uptime_seconds": round(uptime, 3),
         "socket": identity.socket,
         "pool": _pool(identity, store),
         "namespaces": _namespaces(store, engines := list(engines)),
@@ -55,8 +56,8 @@ def describe(
                 "engine": session.engine,
                 "pid": session.pid,
                 "uid": session.uid,
-                "age_seconds": round(now - session.started, 3),
-                "idle_seconds": round(now - session.seen, 3),
+                "age_seconds": round(awake - session.started, 3),
+                "idle_seconds": round(awake - session.seen, 3),
             }
             for session in sessions
         ],
@@ -122,9 +123,7 @@ def _engine(engine: Engine) -> Body:
     }
 
 
-def statistics(
-    counters: Counter[str], uptime: float, store: BlockStore, sessions: int, engines: int
-) -> Body:
+def statistics(counters: Counter[str], uptime: float, store: BlockStore, sessions: int, engines: int) -> Body:
     """The body of ``stats``: counters since start (monotonic) and gauges (``pool_*``, ``sessions``, ``leases``)."""
     usage = store.blocks.usage
     known = dict.fromkeys(COUNTERS, 0) | dict(counters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from hpkv_client.errors import (
     Busy,
     HpkvError,
     LayoutRefused,
+    NoSuchDevice,
     NotPermitted,
     NotRegistered,
     ProtocolError,
@@ -23,6 +25,7 @@ from hpkv_client.wire import PROTOCOL, Body, Request
 from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.movers.base import Attached, Mover
 from hpkv_daemon.movers.faults import Faults
+from hpkv_daemon.service.clock import AwakeClock
 from hpkv_daemon.service.engines import Engine, Rank
 from hpkv_daemon.service.movers import Movers
 from hpkv_daemon.service.report import Identity, describe, statistics
@@ -34,6 +37,8 @@ log = logging.getLogger(__name__)
 SILENCE_SECONDS = 15.0
 """A session whose process is not visible and that sends nothing for so long is gone."""
 HEARTBEAT_SECONDS = 2.0
+SESSIONS_PER_PROCESS = 256
+"""With more, the longest silent session of the process that registered nothing has to say hello again."""
 
 Send = Callable[[bytes, bytes], None]
 """Sends a frame to a ZeroMQ identity without waiting."""
@@ -59,10 +64,13 @@ class Service:
         self._send = send
         self._lease_seconds = lease_seconds
         self._started = clock()
+        self._awake = AwakeClock(clock)
         self._engines: dict[str, Engine] = {}
         self._sessions = SessionTable(reactor, self._on_death)
-        self._movers = Movers(factories, reactor, clock)
-        self._transfers = Transfers(store, self._movers, reactor, clock, self._answer, lease_seconds, faults)
+        self._movers = Movers(factories, reactor, self._awake)
+        self._transfers = Transfers(
+            store, self._movers, reactor, clock, self._awake, self._answer, lease_seconds, faults
+        )
         self._counters: Counter[str] = Counter()
         self._open_verbs: dict[str, Callable[[Peer, Request], Body]] = {
             "hello": self._hello,
@@ -104,12 +112,12 @@ class Service:
             if open_verb is not None:
                 body = open_verb(peer, request)
             else:
-                session = self._sessions.get(request.session, peer.uid, self._clock())
+                session = self._sessions.get(request.session, peer.uid, self._awake())
                 body = self._session_verbs[request.verb](peer, request, session)
         except HpkvError as problem:
             self._counters["refused_requests"] += 1
             return wire.encode_error(request.id, problem)
-        except Exception as bug:  # noqa: BLE001  (a bug in one verb must not silence or end the others)
+        except Exception as bug:
             self._counters["internal_errors"] += 1
             log.exception("verb %s failed", request.verb)
             return wire.encode_error(request.id, HpkvError(f"internal error: {bug!r}", "report this"))
@@ -136,7 +144,9 @@ class Service:
                 f"this daemon is instance {self._identity.instance!r}, not {body['instance']!r}",
                 "set HPKV_SOCKET to the socket of the other instance",
             )
-        session = self._sessions.open(peer, body["name"], body["engine"], self._clock())
+        self._require_own(peer, body["engine"])
+        self._make_room(peer)
+        session = self._sessions.open(peer, body["name"], body["engine"], self._awake())
         return {
             "session": session.token,
             "epoch": self._identity.epoch,
@@ -146,6 +156,22 @@ class Service:
             "heartbeat_seconds": HEARTBEAT_SECONDS,
             "lease_seconds": self._lease_seconds,
         }
+
+    def _require_own(self, peer: Peer, engine: str) -> None:
+        """The sessions of one engine may see and end its leases: they belong to one user."""
+        if engine and any(other.engine == engine and other.uid != peer.uid for other in self._sessions):
+            raise NotPermitted(f"engine {engine!r} belongs to another user", "choose another engine name")
+
+    def _make_room(self, peer: Peer) -> None:
+        sessions = self._sessions.of_process(peer)
+        if len(sessions) < SESSIONS_PER_PROCESS:
+            return
+        for session in sessions:
+            engine = self._engines.get(session.engine)
+            if engine is None or not engine.has(session):
+                self._drop(session, "its process opened too many")
+                return
+        raise Busy(f"process {peer.pid} holds {len(sessions)} sessions", "close some of them")
 
     def _bye(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
         self._drop(session, "said goodbye")
@@ -165,11 +191,15 @@ class Service:
     def _drop(self, session: Session, why: str) -> None:
         self._sessions.close(session)
         self._leave_engine(session)
-        log.info("session %s of %s closed: %s", session.name, session.engine or "a client", why)
+        log.info("session %r of %r closed: %s", session.name, session.engine or "a client", why)
 
     def _leave_engine(self, session: Session) -> None:
         engine = self._engines.get(session.engine)
         if engine is None:
+            return
+        if not engine.has(session):
+            # Whoever asked for the leases is gone; copies that run for other sessions go on.
+            self._store.drop(engine.name)
             return
         self._transfers.abandon(engine)
         for rank in engine.leave(session):
@@ -185,6 +215,8 @@ class Service:
             raise UsageError("register needs a session with an engine", "name the engine in hello")
         self._movers.require(body["device"])
         handles = list(body["regions"]) + ([body["control"]] if body["control"] else [])
+        if body["device"] == "cpu" and any(handle.kind != "memfd" for handle in handles):
+            raise NoSuchDevice("device 'cpu' maps memory of kind memfd, not cuda_ipc")
         if any(handle.kind == "memfd" and handle.pid != peer.pid for handle in handles):
             raise NotPermitted(
                 f"the memory belongs to another process than the sender (pid {peer.pid})",
@@ -193,14 +225,14 @@ class Service:
         shard = wire.shard_from_wire(body)
         engine = self._engines.get(session.engine)
         if engine is None:
-            engine = Engine(
-                session.engine, body["world"], body["namespace"], body["model"], body["block_tokens"]
-            )
+            engine = Engine(session.engine, body["world"], body["namespace"], body["model"], body["block_tokens"])
         before = engine.ranks.get(body["rank"])
-        if before is not None and before.session is not session and before.session.pid != peer.pid:
-            raise Busy(f"rank {body['rank']} of {engine.name!r} is registered by pid {before.session.pid}")
-        if before is not None:
-            self._leave_engine(before.session)
+        if before is not None and before.session is not session:
+            if before.session.pid != peer.pid:
+                raise Busy(f"rank {body['rank']} of {engine.name!r} is registered by pid {before.session.pid}")
+            self._drop(before.session, "its process registered anew")
+        if engine.has(session):
+            self._leave_engine(session)
         rank = Rank(
             body["rank"],
             session,
@@ -234,7 +266,7 @@ class Service:
         except HpkvError as problem:
             engine.problem = str(problem)
             engine.namespace = None
-            log.warning("engine %s is not cached: %s", engine.name, problem)
+            log.warning("engine %r is not cached: %s", engine.name, problem)
 
     def _attached(self, engine: Engine, rank: Rank) -> Callable[[Attached], None]:
         def tell(event: Attached) -> None:
@@ -243,10 +275,10 @@ class Service:
             rank.attached = not event.problem
             if event.problem:
                 engine.problem = f"rank {rank.number}: {event.problem}"
-                log.warning("engine %s: %s", engine.name, engine.problem)
+                log.warning("engine %r: %s", engine.name, engine.problem)
             elif engine.ready:
                 engine.problem = ""
-                log.info("engine %s is ready: %d ranks of %s", engine.name, engine.world, engine.model)
+                log.info("engine %r is ready: %d ranks of %r", engine.name, engine.world, engine.model)
 
         return tell
 
@@ -258,8 +290,10 @@ class Service:
 
     def _ready_engine(self, session: Session) -> Engine:
         engine = self._engines.get(session.engine)
-        if engine is None or not engine.ready:
-            reason = engine.problem if engine and engine.problem else "not all of its ranks are mapped yet"
+        if engine is None:
+            raise NotRegistered("no rank of this engine is registered", "register first")
+        if not engine.ready:
+            reason = engine.problem or "not all of its ranks are mapped yet"
             raise NotRegistered(f"engine {session.engine!r} is not ready: {reason}")
         return engine
 
@@ -269,9 +303,7 @@ class Service:
         keys = Keys(request.body["keys"])
         counters = self._transfers.counters
         counters["requested_blocks"] += len(keys)
-        lease = self._store.acquire(
-            engine.namespace, keys, engine.name, self._clock() + self._lease_seconds
-        )
+        lease = self._store.acquire(engine.namespace, keys, engine.name, self._clock() + self._lease_seconds)
         if lease is None:
             return {"hit": 0, "lease": 0}
         counters["matched_blocks"] += lease.length
@@ -281,9 +313,7 @@ class Service:
         engine = self._ready_engine(session)
         assert engine.namespace is not None
         namespace = engine.namespace
-        return {
-            "found": bytes(self._store.contains(namespace, key) for key in Keys(request.body["keys"]))
-        }
+        return {"found": bytes(self._store.contains(namespace, key) for key in Keys(request.body["keys"]))}
 
     def _release(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
         return {"released": self._store.release(request.body["lease"], session.engine)}
@@ -307,7 +337,7 @@ class Service:
     def _reset(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
         engine = self._ready_engine(session)
         cleared = self._store.clear(engine.namespace)
-        log.info("engine %s reset its namespace: %d blocks cleared", engine.name, cleared)
+        log.info("engine %r reset its namespace: %d blocks cleared", engine.name, cleared)
         return {"cleared_blocks": cleared}
 
     def _cancel(self, peer: Peer, request: Request, session: Session) -> Body:
@@ -331,8 +361,8 @@ class Service:
     def _info(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
         return describe(
             self._identity,
-            self._clock(),
-            self._started,
+            self._clock() - self._started,
+            self._awake(),
             self._store,
             self._engines.values(),
             self._sessions,
@@ -342,18 +372,22 @@ class Service:
     def _stats(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
         counters = self._counters + self._transfers.counters + self._store.blocks.counters
         counters["mover_restarts"] = self._movers.restarts
-        return statistics(
-            counters, self._clock() - self._started, self._store, len(self._sessions), len(self._engines)
-        )
+        return statistics(counters, self._clock() - self._started, self._store, len(self._sessions), len(self._engines))
 
     def _check(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
         try:
             self._store.check()
         except AssertionError as broken:
             raise HpkvError(f"invariant broken: {broken}", "restart hpkvd and report this") from None
-        return {"ok": True, "blocks": self._store.blocks.usage.resident_blocks, "leases": len(self._store.leases)}
+        return {
+            "ok": True,
+            "blocks": self._store.blocks.usage.resident_blocks,
+            "leases": len(self._store.leases),
+        }
 
     def _clear(self, peer: Peer, request: Request) -> Body:
+        if peer.uid not in (0, os.geteuid()):
+            raise NotPermitted(f"uid {peer.uid} may not clear the cache", "run it as the owner of hpkvd")
         wanted = request.body["namespace"]
         number = None if wanted is None else self._store.find_namespace(wanted)
         if wanted is not None and number is None:
@@ -369,12 +403,16 @@ class Service:
 
     def tick(self) -> None:
         """Call a few times a second: leases, silent sessions, late ranks, unresponsive movers."""
-        now = self._clock()
-        self._store.expire(now)
-        for session in self._sessions.silent_since(now - SILENCE_SECONDS):
-            self._drop(session, f"silent for {SILENCE_SECONDS:.0f} s")
-        self._transfers.tick(list(self._engines.values()), now)
-        self._movers.tick(now)
+        now, awake = self._clock(), self._awake.tick()
+        try:
+            self._store.expire(now)
+            for session in self._sessions.silent_since(awake - SILENCE_SECONDS):
+                self._drop(session, f"silent for {SILENCE_SECONDS:.0f} s")
+            self._transfers.tick(list(self._engines.values()))
+            self._movers.tick()
+        except Exception:  # (the next tick must come, whatever this one met)
+            self._counters["internal_errors"] += 1
+            log.exception("tick failed")
 
     def close(self) -> None:
         """End all movers; sessions end with their sockets."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from hpkv_client.errors import UnknownSession
+from hpkv_client.errors import UnknownSession, UsageError
 
 
 class Reactor(Protocol):
@@ -38,25 +38,34 @@ class Peer:
 
 @dataclass(slots=True)
 class Session:
-    """One connected rank or client. ``pidfd`` is -1 when only heartbeats tell that it lives."""
+    """One connected rank or client. ``watched``: the end of its process is noticed, else only heartbeats tell."""
 
     token: int
     name: str
     engine: str
     uid: int
     pid: int
-    pidfd: int
+    watched: bool
     started: float
     seen: float
 
 
+@dataclass(slots=True)
+class _Process:
+    """A process with sessions. ``pidfd`` is -1 where it is not visible."""
+
+    pidfd: int
+    sessions: dict[int, Session] = field(default_factory=dict)
+
+
 class SessionTable:
-    """All live sessions. Calls ``on_death`` with a session whose process ended."""
+    """All live sessions. Calls ``on_death`` with each session of a process that ended."""
 
     def __init__(self, reactor: Reactor, on_death: Callable[[Session], None]) -> None:
         self._reactor = reactor
         self._on_death = on_death
         self._sessions: dict[int, Session] = {}
+        self._processes: dict[tuple[int, int], _Process] = {}
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._sessions.values()))
@@ -64,14 +73,33 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    def of_process(self, peer: Peer) -> list[Session]:
+        """The sessions of the peer's process, longest silent first."""
+        process = self._processes.get((peer.uid, peer.pid))
+        return sorted(process.sessions.values(), key=lambda session: session.seen) if process else []
+
     def open(self, peer: Peer, name: str, engine: str, now: float) -> Session:
-        """A session for this peer; its process is watched from now on where it is visible."""
+        """A session for this peer; its process is watched from now on where it is visible.
+
+        Raises ``UsageError`` when it has ended before its hello was read.
+        """
+        process = self._processes.get((peer.uid, peer.pid))
+        if process is None:
+            process = self._watch(peer)
         token = secrets.randbits(62) | 1
-        session = Session(token, name, engine, peer.uid, peer.pid, _pidfd(peer.pid), now, now)
-        self._sessions[token] = session
-        if session.pidfd >= 0:
-            self._reactor.add_reader(session.pidfd, lambda: self._on_death(session))
+        session = Session(token, name, engine, peer.uid, peer.pid, process.pidfd >= 0, now, now)
+        self._sessions[token] = process.sessions[token] = session
         return session
+
+    def _watch(self, peer: Peer) -> _Process:
+        process = self._processes[peer.uid, peer.pid] = _Process(_pidfd(peer.pid))
+        if process.pidfd >= 0:
+            self._reactor.add_reader(process.pidfd, lambda: self._ended(process))
+        return process
+
+    def _ended(self, process: _Process) -> None:
+        for session in list(process.sessions.values()):
+            self._on_death(session)
 
     def get(self, token: int, uid: int, now: float) -> Session:
         """The session, marked as seen now. Raises ``UnknownSession``, also for another user's session."""
@@ -82,19 +110,24 @@ class SessionTable:
         return session
 
     def close(self, session: Session) -> None:
-        """Forget the session and stop watching its process."""
-        if self._sessions.pop(session.token, None) and session.pidfd >= 0:
-            self._reactor.remove_reader(session.pidfd)
-            os.close(session.pidfd)
+        """Forget the session; the last one of a process ends the watch over it."""
+        if self._sessions.pop(session.token, None) is None:
+            return
+        process = self._processes[session.uid, session.pid]
+        del process.sessions[session.token]
+        if process.sessions:
+            return
+        del self._processes[session.uid, session.pid]
+        if process.pidfd >= 0:
+            self._reactor.remove_reader(process.pidfd)
+            os.close(process.pidfd)
 
     def silent_since(self, moment: float) -> list[Session]:
         """Sessions that only heartbeats keep alive and that have sent nothing since ``moment``.
 
         A visible process is never judged by its silence: busy is not dead.
         """
-        return [
-            session for session in self._sessions.values() if session.pidfd < 0 and session.seen < moment
-        ]
+        return [session for session in self._sessions.values() if not session.watched and session.seen < moment]
 
 
 def _pidfd(pid: int) -> int:
@@ -102,6 +135,8 @@ def _pidfd(pid: int) -> int:
         return -1
     try:
         return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise UsageError(f"process {pid} is gone") from None
     except OSError:
-        # Gone already or not allowed: heartbeats decide.
+        # Not allowed, or no descriptor left: heartbeats decide.
         return -1

@@ -40,6 +40,7 @@ class _Load:
     job: int
     lease: int
     ticket: int
+    blocks: int
     body: Body
 
 
@@ -52,6 +53,7 @@ class Transfers:
         movers: Movers,
         reactor: Reactor,
         clock: Callable[[], float],
+        awake: Callable[[], float],
         answer: Answer,
         lease_seconds: float,
         faults: Faults,
@@ -60,6 +62,7 @@ class Transfers:
         self._movers = movers
         self._reactor = reactor
         self._clock = clock
+        self._awake = awake
         self._answer = answer
         self._lease_seconds = lease_seconds
         self._faults = faults
@@ -106,7 +109,7 @@ class Transfers:
             self._end_lease(caller, lease, body)
             self.counters["load_failures"] += 1
             raise CopyFailed(f"load {job} cannot start now", "recompute the blocks")
-        self._loads[key] = _Load(caller, job, lease, ticket, body)
+        self._loads[key] = _Load(caller, job, lease, ticket, len(blocks), body)
 
     def _end_lease(self, caller: Caller, lease: int, body: Body) -> None:
         self._store.end_transfer(lease, self._clock() + self._lease_seconds)
@@ -118,7 +121,7 @@ class Transfers:
         caller = load.caller
         self._end_lease(caller, load.lease, load.body)
         if done.outcome is Outcome.OK:
-            self.counters["loaded_blocks"] += load.body.get("loaded") or sum(load.body["found"])
+            self.counters["loaded_blocks"] += load.blocks
             self.counters["loaded_bytes"] += done.bytes_moved
             self.counters["load_microseconds"] += int(done.seconds * 1e6)
             if self._faults.at("reply").fail:
@@ -146,25 +149,28 @@ class Transfers:
         engine, number = caller.engine, body["job"]
         if engine.has_ended(number):
             raise UsageError(f"store job {number} is over", "number jobs upwards")
+        parent = body.get("parent")
         job = engine.stores.get(number)
         if job is None:
-            job = self._open_job(engine, number, keys, body.get("parent"), chained)
-        if caller.rank.number not in job.missing or len(keys) != len(job.keys):
-            raise UsageError(f"store job {number}: rank {caller.rank.number} asked twice or for other blocks")
+            job = self._open_job(engine, number, keys, parent, chained)
+        if caller.rank.number not in job.missing:
+            raise UsageError(f"store job {number}: rank {caller.rank.number} asked twice")
+        if (keys.blob, parent, chained) != (job.keys.blob, job.parent, job.chained):
+            # Parts of different blocks must never meet in one slot.
+            self._give_up(engine, job)
+            raise UsageError(f"store job {number}: rank {caller.rank.number} names other blocks")
         job.missing.discard(caller.rank.number)
         self._copy_part(caller, job, blocks)
         self._advance(engine, job)
 
-    def _open_job(
-        self, engine: Engine, number: int, keys: Keys, parent: bytes | None, chained: bool
-    ) -> StoreJob:
-        namespace, listed = _namespace(engine), list(keys)
+    def _open_job(self, engine: Engine, number: int, keys: Keys, parent: bytes | None, chained: bool) -> StoreJob:
+        namespace = _namespace(engine)
         if chained:
-            reservation = self._store.reserve(namespace, parent, listed, engine.name)
+            reservation = self._store.reserve(namespace, parent, keys, engine.name)
         else:
-            reservation = self._store.reserve_each(namespace, listed, engine.name)
-        self.counters["offered_blocks"] += len(listed)
-        job = StoreJob(number, listed, reservation, self._clock(), set(engine.ranks))
+            reservation = self._store.reserve_each(namespace, keys, engine.name)
+        self.counters["offered_blocks"] += len(keys)
+        job = StoreJob(number, keys, parent, chained, reservation, self._awake(), set(engine.ranks))
         engine.stores[number] = job
         return job
 
@@ -230,19 +236,20 @@ class Transfers:
             self._settle(engine, job)
 
     def _settle(self, engine: Engine, job: StoreJob) -> None:
-        """Answer once every block's fate is known: kept means that the next match finds it."""
-        resident, waiting = 0, 0
+        """Answer once every block's fate is known.
+
+        Kept are the blocks that the next match finds, and those that another writer is at.
+        """
+        kept, waiting = job.reservation.slots.count(KEPT), 0
         if engine.namespace is not None and not job.failed:
-            resident, waiting = self._store.outcome(engine.namespace, job.keys)
+            ours = [key for key, slot in zip(job.keys, job.reservation.slots, strict=True) if slot != KEPT]
+            resident, waiting = self._store.outcome(engine.namespace, ours)
+            kept += resident
         if waiting:
             self._unsettled.append((engine, job))
             return
-        skipped = job.reservation.slots.count(KEPT)
-        kept = max(resident, skipped) if not job.failed else skipped
         for identity, request in job.replies:
-            self._answer(
-                identity, request, {"kept": kept, "dropped": len(job.keys) - kept, "partial": False}
-            )
+            self._answer(identity, request, {"kept": kept, "dropped": len(job.keys) - kept, "partial": False})
         job.replies = []
 
     # -- the end of things --------------------------------------------------------------------------------
@@ -265,8 +272,9 @@ class Transfers:
             self._movers.cancel(device, ticket)
         self._advance(engine, job)
 
-    def tick(self, engines: Sequence[Engine], now: float) -> None:
+    def tick(self, engines: Sequence[Engine]) -> None:
         """Give up store jobs that some rank never joined."""
+        now = self._awake()
         self._settle_all()
         for engine in engines:
             late = [job for job in engine.stores.values() if now - job.started > STORE_JOB_SECONDS]

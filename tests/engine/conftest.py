@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.conftest import DaemonFactory, DaemonHandle
 from vllm_server import Topology, Vllm
 
 from examples.tiny_model import make
+from tests.conftest import DaemonFactory, DaemonHandle
 
 StartEngine = Callable[..., Vllm]
 

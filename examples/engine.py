@@ -59,12 +59,11 @@ def free_port(first: int = 8100) -> int:
 def cpu_environment(ranks: int, cache_gib: int = 1) -> dict[str, str]:
     """What the CPU build of vLLM needs beside the user's variables: KV memory, and cores for each rank."""
     cpus = sorted(os.sched_getaffinity(0))
-    count = len(cpus)
-    shares = [cpus[rank * count // ranks : (rank + 1) * count // ranks] for rank in range(ranks)]
-    binding = [share or [cpus[rank % count]] for rank, share in enumerate(shares)]
+    each = max(1, len(cpus) // ranks)
+    shares = [[cpus[(rank * each + i) % len(cpus)] for i in range(each)] for rank in range(ranks)]
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(cache_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in binding),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONUNBUFFERED": "1",

@@ -139,6 +139,41 @@ RECIPES = {
             "query_pre_attn_scalar": 64,
         },
     ),
+    "qwen3-moe": Recipe(
+        "4 layers with 8 experts each, 4 KV heads",
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "moe_intermediate_size": 128,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": True,
+        },
+    ),
+    "gpt-oss": Recipe(
+        "4 layers with attention sinks, sliding window of 128 tokens in every other one, 4 experts",
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            "hidden_size": 256,
+            "intermediate_size": 256,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
 }
 """Name -> how the model is made."""
 

@@ -202,6 +202,7 @@ class BlockCache:
         self._channel.close()
         self._control.close()
         self._control_memory.close()
+        self._arena.release()
         self._memory.close()
 
     def __enter__(self) -> Self:

@@ -209,11 +209,17 @@ class FakeService:
         hit = list(takewhile(lambda key: (engine.namespace, key) in self.blocks, keys))
         self._counters["requested_blocks"] += len(keys)
         self._counters["matched_blocks"] += len(hit)
-        if not hit:
-            return {"hit": 0, "lease": 0}
+        return {"hit": len(hit), "lease": self._grant(request, hit) if hit else 0}
+
+    def _do_acquire(self, request: Request) -> Body:
+        engine, keys = self._engine(request), Keys(request.body["keys"])
+        found = bytes((engine.namespace, key) in self.blocks for key in keys)
+        return {"found": found, "lease": self._grant(request, list(keys)) if any(found) else 0}
+
+    def _grant(self, request: Request, keys: list[BlockKey]) -> int:
         lease = secrets.randbits(60) | 1
-        self._leases[lease] = (self._session(request).engine, hit)
-        return {"hit": len(hit), "lease": lease}
+        self._leases[lease] = (self._session(request).engine, keys)
+        return lease
 
     def _do_contains(self, request: Request) -> Body:
         namespace = self._engine(request).namespace
@@ -235,6 +241,8 @@ class FakeService:
         wanted = keys[body["first"] : body["first"] + len(blocks)]
         if len(wanted) != len(blocks):
             raise UsageError(f"lease {body['lease']} covers {len(keys)} blocks")
+        if any((engine.namespace, key) not in self.blocks for key in wanted):
+            raise UsageError(f"lease {body['lease']} covers only the blocks that were found")
         self._fill(engine, rank, wanted, blocks)
         return {"loaded": len(blocks)}
 

@@ -6,6 +6,7 @@ peer cannot point the daemon at somebody else's descriptor. Seals forbid shrinki
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -30,10 +31,12 @@ class SharedMemory:
         self.handle = MemoryHandle("memfd", size, os.getpid(), self._fd, name)
 
     def close(self) -> None:
-        """Give the descriptor back; the memory goes when the last view of ``mapping`` does. May be called again."""
+        """Free the memory, or leave that to the last view of ``mapping`` if there are any. May be called again."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        with contextlib.suppress(BufferError):
+            self.mapping.close()
 
 
 def map_shared(handle: MemoryHandle) -> mmap.mmap:

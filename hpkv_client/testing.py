@@ -144,3 +144,5 @@ class FakeDaemon:
                 return wire.encode_reply(request.id, self._service.answer(request))
             except HpkvError as problem:
                 return wire.encode_error(request.id, problem)
+            except Exception as bug:  # noqa: BLE001  (it must be told to who asked, not end the thread)
+                return wire.encode_error(request.id, HpkvError(f"the fake failed: {bug!r}", "report this"))

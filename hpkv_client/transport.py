@@ -65,6 +65,7 @@ class Channel:
         self._socket = self._connect()
 
     def _connect(self) -> zmq.Socket[bytes]:
+        address = endpoint(self.socket_path)
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, _QUEUE)
@@ -72,7 +73,7 @@ class Channel:
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME)
-        socket.connect(endpoint(self.socket_path))
+        socket.connect(address)
         return socket
 
     def reset(self) -> None:
@@ -84,10 +85,13 @@ class Channel:
         """Close the socket; queued messages are dropped."""
         self._socket.close(0)
 
-    def send(self, verb: str, body: Body) -> int:
-        """Queue a request without waiting; its id. Raises ``Unreachable`` when the queue is full."""
+    def send(self, verb: str, body: Body, session: int | None = None) -> int:
+        """Queue a request without waiting; its id. Raises ``Unreachable`` when the queue is full.
+
+        ``session`` is the channel's own unless another one of this process is named.
+        """
         self._next_id += 1
-        frame = wire.encode_request(verb, self._next_id, self.session, body)
+        frame = wire.encode_request(verb, self._next_id, self.session if session is None else session, body)
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:

@@ -87,7 +87,7 @@ class Keys(Sequence[BlockKey]):
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step == 1:
-                return Keys(self.blob[start * KEY_BYTES : max(start, stop) * KEY_BYTES])
+                return Keys(self.blob[start * KEY_BYTES : stop * KEY_BYTES])
             return Keys(b"".join(self[i] for i in range(start, stop, step)))
         if index < 0:
             index += len(self)

@@ -113,10 +113,10 @@ def _nullable(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: None if value is None else check(value)
 
 
-def _list(most: int, check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _list(most: int, check: Callable[[Any], Any], least: int = 1) -> Callable[[Any], Any]:
     def checked(value: Any) -> list[Any]:
-        if not isinstance(value, list) or not 0 < len(value) <= most:
-            raise ValueError(f"must be a list of 1 to {most} entries")
+        if not isinstance(value, list) or not least <= len(value) <= most:
+            raise ValueError(f"must be a list of {least} to {most} entries")
         return [check(entry) for entry in value]
 
     return checked
@@ -189,7 +189,8 @@ VERBS: Mapping[str, Mapping[str, Field]] = {
         "device": Field(_text),
         "regions": Field(_list(MAX_REGIONS, _handle)),
         "control": Field(_nullable(_handle), None),
-        "layers": Field(_list(MAX_LAYERS, _layer)),
+        # None for a rank of a pipeline whose stage holds no layer of this KV-cache group.
+        "layers": Field(_list(MAX_LAYERS, _layer, least=0)),
         "blocks": Field(_integer(1, (1 << 32) - 1)),
         "replicas": Field(_integer(1, MAX_RANKS), 1),
         "replica": Field(_integer(0, MAX_RANKS - 1), 0),
@@ -197,6 +198,7 @@ VERBS: Mapping[str, Mapping[str, Field]] = {
     "unregister": {},
     "reset": {},
     "match": {"keys": _KEYS},
+    "acquire": {"keys": _KEYS},
     "release": {"lease": _JOB},
     "load": {"job": _JOB, "lease": _JOB, "first": Field(_integer(0, MAX_KEYS)), "blocks": _BLOCKS},
     "store": {
@@ -215,7 +217,8 @@ VERBS: Mapping[str, Mapping[str, Field]] = {
     "clear": {"namespace": Field(_nullable(_binary(KEY_BYTES, exact=True)), None)},
     "config": {},
 }
-"""Verb -> its fields. ``put`` and ``get`` are ``store`` and ``load`` for blocks that form no prefix."""
+"""Verb -> its fields. ``acquire``, ``put`` and ``get`` are ``match``, ``store`` and ``load`` for blocks that form no
+prefix."""
 
 
 def _pack(value: Any) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any, Self
 
 import numpy as np
@@ -20,12 +22,14 @@ import numpy.typing as npt
 
 from hpkv_client.client import BlockCache
 from hpkv_client.control import PAGE_BYTES, ControlPage
+from hpkv_client.launch import listener
 from hpkv_client.memory import SharedMemory
 from hpkv_client.topology import KvTensor, ModelShape, Parallel, shard_of
 from hpkv_client.transport import Channel
 from hpkv_client.types import Keys, Layer, MemoryHandle, RankShard, Run, block_key, typed_digest
 from hpkv_client.wire import PROTOCOL, Body, Reply, handle_to_wire, pack_blocks, shard_to_wire
 from tests.daemons import DaemonFactory, DaemonHandle
+from tests.nursery import NURSERY
 
 ROOT = Path(__file__).resolve().parent.parent
 NOBODY = 65534
@@ -85,7 +89,7 @@ def is_gone(pid: int) -> bool:
 class Observed:
     """A running daemon, looked at and disturbed from outside. ``close`` it."""
 
-    def __init__(self, handle: DaemonHandle, faults: Path | None = None) -> None:
+    def __init__(self, handle: DaemonHandle, faults: Path) -> None:
         self.handle = handle
         self.socket = handle.socket
         self.channel = Channel(handle.socket)
@@ -121,7 +125,6 @@ class Observed:
 
     def faults(self, specification: str) -> None:
         """Set the fault hooks from now on; empty for none."""
-        assert self._faults is not None
         fresh = self._faults.with_suffix(".new")
         fresh.write_text(specification)
         # Two changes within one tick of the file system's clock must differ.
@@ -140,32 +143,61 @@ class Observed:
 
     def assert_sound(self) -> None:
         """Nothing is left of a test, and nothing went wrong in the daemon that no client saw."""
-        if self._faults is not None:
-            self.faults("")
+        self.faults("")
         self.settle()
         assert self.stats()["internal_errors"] == 0
         assert "Traceback" not in self.handle.text()
 
 
+class ImpatientDaemon(DaemonHandle):
+    """Gives up sooner: a silent process it cannot see after 1 s, a mover that does not answer after 1.5 s."""
+
+    PREFIX: tuple[str, ...] = ()
+    _CODE = (
+        "from hpkv_daemon.service import movers, service\n"
+        "service.SILENCE_SECONDS, movers.ANSWER_SECONDS = 1.0, 1.5\n"
+        "from hpkv_daemon.cli import run; raise SystemExit(run(['serve']))"
+    )
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                [*self.PREFIX, sys.executable, "-c", self._CODE], env=self.env, cwd=ROOT, stdout=log, stderr=log
+            )
+        wait_until(lambda: listener(self.socket), 20, "it did not start")
+        return process
+
+
+class BlindDaemon(ImpatientDaemon):
+    """In a PID namespace of its own: it sees none of its clients."""
+
+    PREFIX = ("unshare", "--pid", "--fork", "--kill-child")
+
+
 @contextmanager
-def observed_daemon(**env: Any) -> Iterator[Observed]:
-    """A daemon for the tests of a module, with fault hooks that start out empty."""
+def observed_daemon(kind: type[DaemonHandle] = DaemonHandle, **env: Any) -> Iterator[Observed]:
+    """A daemon with fault hooks that start out empty."""
     factory = DaemonFactory()
-    faults = factory._directory("/tmp") / "faults"
-    hooks = {"HPKV_FAULTS": f"@{faults}", "HPKV_FAULTS_CONFIRM": "this-breaks-my-cache"}
+    whole = factory.environment(**env)
+    run = Path(whole["HPKV_SOCKET"]).parent
+    faults = run / "faults"
+    whole |= {"HPKV_FAULTS": f"@{faults}", "HPKV_FAULTS_CONFIRM": "this-breaks-my-cache"}
     try:
-        observed = Observed(factory(**(hooks | env)), faults)
-        observed.faults("")
-        yield observed
-        observed.close()
+        handle = kind(whole, run / "hpkvd.out")
+        observed = Observed(handle, faults)
+        try:
+            yield observed
+        finally:
+            observed.close()
+            handle.close()
     finally:
         factory.close()
 
 
 class Child:
-    """A Python process of its own that runs ``code`` against a daemon; it can be killed. ``close`` it.
+    """A process of its own that runs ``code`` against a daemon; it can be killed. ``close`` it.
 
-    ``say`` in the code prints one line at once; ``wait`` reads one.
+    ``say`` in the code prints one line at once; ``wait`` reads one. ``alone``: it is process 1 of a namespace.
     """
 
     _PRELUDE = (
@@ -178,42 +210,47 @@ class Child:
         "def wait(): return sys.stdin.readline().strip()\n"
     )
 
-    def __init__(self, handle: DaemonHandle, code: str, *prefix: str) -> None:
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-c", self._PRELUDE + code],
-            env=handle.env,
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self.process.pid
+    def __init__(self, handle: DaemonHandle, code: str, alone: bool = False) -> None:
+        stdin, self._stdin = os.pipe()
+        self._stdout, stdout = os.pipe()
+        self._said = b""
+        self.pid = NURSERY.fork(self._PRELUDE + code, handle.env, alone, stdin, stdout)
+        os.close(stdin)
+        os.close(stdout)
 
     def heard(self, seconds: float = 20.0) -> str:
         """Its next line."""
-        assert self.process.stdout
-        assert select.select([self.process.stdout], [], [], seconds)[0], f"it said nothing for {seconds} s"
-        return self.process.stdout.readline().strip()
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._said:
+            left = deadline - time.monotonic()
+            assert select.select([self._stdout], [], [], max(0.0, left))[0], f"nothing said for {seconds} s"
+            more = os.read(self._stdout, 65536)
+            assert more, f"it ended after {self._said!r}"
+            self._said += more
+        line, _, self._said = self._said.partition(b"\n")
+        return line.decode()
 
-    def tell(self, line: str = "") -> None:
+    def tell(self, line: object = "") -> None:
         """Give it one line."""
-        assert self.process.stdin
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
+        os.write(self._stdin, f"{line}\n".encode())
 
-    def kill(self) -> None:
-        """SIGKILL; it is not waited for, as an init that reaps late would not."""
-        self.process.kill()
+    def signal(self, number: int) -> None:
+        """Send it a signal; one that is gone already gets none."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def ended(self, seconds: float = 10.0) -> None:
+        """Wait until it is gone."""
+        wait_until(lambda: is_gone(self.pid), seconds)
 
     def close(self) -> None:
-        """End it, whatever it does, and reap it."""
-        self.process.kill()
-        self.process.communicate()
+        """End it, whatever it does. May be called again."""
+        self.signal(SIGKILL)
+        self.ended()
+        for fd in (self._stdin, self._stdout):
+            if fd >= 0:
+                os.close(fd)
+        self._stdin = self._stdout = -1
 
     def __enter__(self) -> Self:
         return self
@@ -475,14 +512,14 @@ def canonical_block(seed: object, order: str = "hnd", heads: int = KvRank.HEADS)
 class Victim:
     """A correct client that puts and gets without a pause and checks every byte. A context manager.
 
-    It fails the test if a byte is wrong, a block gets lost or a call takes longer than ``patience`` seconds.
+    ``check`` fails if a byte was wrong, a block got lost or a call took longer than ``patience`` seconds.
     """
 
     KEYS, BLOCK_BYTES = 8, 4096
 
     def __init__(self, socket: Path, patience: float = 2.0) -> None:
         self.rounds = 0
-        self.slowest = 0.0
+        self._slowest = 0.0
         self._patience = patience
         self._stop = threading.Event()
         self._problem: BaseException | None = None
@@ -497,10 +534,15 @@ class Victim:
         self._stop.set()
         self._thread.join()
         self._cache.close()
+
+    def check(self) -> None:
+        """It works now, and has worked since the last check."""
+        rounds = self.rounds
+        wait_until(lambda: self._problem or self.rounds > rounds + 1, what="the victim stands still")
         if self._problem:
-            raise self._problem
-        assert self.rounds > 0
-        assert self.slowest < self._patience, f"a call took {self.slowest:.1f} s"
+            raise AssertionError("the victim was harmed") from self._problem
+        assert self._slowest < self._patience, f"a call of the victim took {self._slowest:.1f} s"
+        self._slowest = 0.0
 
     def _run(self) -> None:
         wanted = {key: content(key, self.BLOCK_BYTES) for key in hashes(*range(self.KEYS))}
@@ -509,7 +551,7 @@ class Victim:
                 started = time.monotonic()
                 assert self._cache.put(wanted) == self.KEYS
                 assert self._cache.get(list(wanted)) == list(wanted.values())
-                self.slowest = max(self.slowest, time.monotonic() - started)
+                self._slowest = max(self._slowest, time.monotonic() - started)
                 self.rounds += 1
         except BaseException as problem:  # noqa: BLE001  (raised again by the test's own thread)
             self._problem = problem

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,29 +17,63 @@ _SMALLEST_POOL = 1 << 20
 """Allocations below this are no KV cache."""
 
 
-def supported_group(kv_cache_config: Any) -> Any:
-    """The one KV-cache group of the engine. Raises ``LayoutRefused`` for hybrids, which need keys per group."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise LayoutRefused(
-            f"the model has {len(groups)} KV-cache groups (hybrid attention)",
-            "HPKV caches models with one group of full attention; this engine runs without it",
-        )
-    spec = groups[0].kv_cache_spec
-    kinds = getattr(spec, "kv_cache_specs", {"": spec}).values()
-    for kind in kinds:
-        if getattr(kind, "sliding_window", None) or not hasattr(kind, "head_size"):
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One KV-cache group of the engine. ``window_tokens`` is 0 for full attention."""
+
+    number: int
+    block_tokens: int
+    window_tokens: int
+
+
+def groups_of(kv_cache_config: Any) -> list[Group]:
+    """The engine's KV-cache groups. Raises ``LayoutRefused`` for kinds of state that blocks cannot restore."""
+    return [
+        Group(number, int(group.kv_cache_spec.block_size), _window_of(number, group.kv_cache_spec))
+        for number, group in enumerate(kv_cache_config.kv_cache_groups)
+    ]
+
+
+def _window_of(number: int, spec: Any) -> int:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    windows = set()
+    for layer in getattr(spec, "kv_cache_specs", {"": spec}).values():
+        if isinstance(layer, FullAttentionSpec):
+            # A window without the hybrid manager: the engine keeps every block, so it needs every block.
+            windows.add(0)
+        elif isinstance(layer, SlidingWindowSpec):
+            windows.add(int(layer.sliding_window) + int(getattr(layer, "extra_retained_tokens", 0)))
+        else:
             raise LayoutRefused(
-                f"KV-cache group of kind {type(kind).__name__}",
-                "HPKV caches models with one group of full attention; this engine runs without it",
+                f"KV-cache group {number} is of kind {type(layer).__name__}",
+                "HPKV restores attention with full and sliding windows only; this engine runs without it",
             )
-    return groups[0]
+    if len(windows) != 1:
+        raise LayoutRefused(f"KV-cache group {number} mixes windows of {sorted(windows)} tokens")
+    return windows.pop()
 
 
-def model_shape(vllm_config: Any) -> ModelShape:
-    """KV heads of the whole model, and whether it stores MLA latents."""
-    model = vllm_config.model_config
-    return ModelShape(model.get_total_num_kv_heads(), latent=bool(model.use_mla))
+def hash_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Tokens under one of the engine's prefix hashes."""
+    return int(getattr(kv_cache_config, "hash_block_size", None) or vllm_config.cache_config.block_size)
+
+
+def block_tables(output: Any, request_id: str) -> tuple[list[int], ...] | None:
+    """The request's current block ids per group (0: no block), or None on versions that do not tell."""
+    state = getattr(output, "kv_connector_block_state", None)
+    return state.get_block_ids(request_id) if state is not None else None
+
+
+def model_shapes(vllm_config: Any) -> list[ModelShape]:
+    """KV heads of the model, then of the draft model if it has one and they differ."""
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    shapes = [
+        ModelShape(model.get_total_num_kv_heads(), latent=bool(model.use_mla))
+        for model in (vllm_config.model_config, draft)
+        if model is not None
+    ]
+    return list(dict.fromkeys(shapes))
 
 
 def parallel_of(vllm_config: Any) -> Parallel:

@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 from hpkv_client.errors import HpkvError
 from hpkv_client.settings import from_environment
 from hpkv_vllm import compat
-from hpkv_vllm.metadata import StepMetadata
+from hpkv_vllm.metadata import RankParts, StepMetadata
 from hpkv_vllm.plugin import SWITCH
 from hpkv_vllm.scheduler import SchedulerConnector
 from hpkv_vllm.worker import WorkerConnector
@@ -48,7 +48,7 @@ class HpkvConnectorV1(KVConnectorBase_V1, SupportsHMA):
             return
         _show_client_log()
         try:
-            compat.supported_group(kv_cache_config)
+            compat.groups_of(kv_cache_config)
             settings = from_environment(os.environ)
             engine = str(vllm_config.kv_transfer_config.engine_id)
             if role == KVConnectorRole.SCHEDULER:
@@ -170,8 +170,16 @@ class HpkvConnectorV1(KVConnectorBase_V1, SupportsHMA):
         """Same, for engines with several KV-cache groups."""
         return self.request_finished(request, [])
 
+    def get_handshake_metadata(self) -> RankParts | None:
+        """Tells the scheduler which parts of the KV this rank holds; an empty answer means that HPKV is off."""
+        if self._worker is None:
+            return None
+        return self._worker.parts() or RankParts(())
+
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Ranks of every stage register with the daemon themselves; nothing to exchange."""
+        """What the ranks of all stages hold."""
+        if self._scheduler:
+            self._scheduler.meet(metadata.values())
 
     def take_events(self) -> Iterable[Any]:
         """No events."""

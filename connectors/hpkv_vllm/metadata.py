@@ -1,31 +1,62 @@
-"""What scheduler and worker connectors tell each other, step by step. Pickled by vLLM: ids and keys only."""
+"""What scheduler and worker connectors tell each other. Pickled by vLLM: ids and keys only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
 
 
-@dataclass(slots=True)
-class Load:
-    """Blocks ``first`` .. of a leased prefix to copy into the engine's ``blocks`` for one request."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one daemon keeps apart from the rest of an engine's KV: layers of one group with one split of heads.
 
+    ``name`` is what the engine is called at the daemon for this part, behind its own id.
+    """
+
+    name: str
+    group: int
+    block_tokens: int
+    window_tokens: int
+
+
+@dataclass(slots=True)
+class RankParts(KVConnectorHandshakeMetadata):
+    """Handshake, worker to scheduler: the parts of which this rank holds layers."""
+
+    parts: tuple[Part, ...]
+
+
+@dataclass(slots=True)
+class Piece:
+    """Blocks ``first`` .. under one lease of one part to copy into the engine's ``blocks``."""
+
+    part: str
     job: int
-    request_id: str
     lease: int
     first: int
     blocks: list[int]
 
 
 @dataclass(slots=True)
-class Store:
-    """Blocks that are full after this step. ``parent``: key of the block before the first, None at the start."""
+class Load:
+    """Everything a request waits for."""
 
+    request_id: str
+    pieces: list[Piece]
+
+
+@dataclass(slots=True)
+class Store:
+    """Blocks of one part that are full after this step. ``parent``: key of the block before, None at the start."""
+
+    part: str
     job: int
+    chained: bool
     parent: bytes | None
     keys: bytes
     blocks: list[int]

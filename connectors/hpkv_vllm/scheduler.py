@@ -3,50 +3,43 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from vllm.logger import init_logger
 
-from hpkv_client.errors import HpkvError, Unreachable
-from hpkv_client.session import SessionKeeper
+from hpkv_client.prefix import usable_tokens
 from hpkv_client.settings import Settings
-from hpkv_client.transport import Channel
 from hpkv_client.types import KeyMaker
-from hpkv_client.wire import Reply
 from hpkv_vllm import compat
 from hpkv_vllm.identity import fingerprint
-from hpkv_vllm.metadata import Load, StepMetadata, Store, WorkerMetadata
+from hpkv_vllm.lookup import MAX_KEYS, Directory, Lookup
+from hpkv_vllm.metadata import Load, Part, Piece, RankParts, StepMetadata, Store, WorkerMetadata
 
 log = init_logger("vllm.hpkv.scheduler")
 
-READY_WAIT_SECONDS = 10.0
-STEP_WAIT_SECONDS = 0.002
-"""Most time one scheduling step spends waiting for look-ups, over all requests."""
-RESET_SECONDS = 2.0
-_MAX_KEYS = 1 << 15
 _MAX_PINNED_SHARE = 4
 """At most one part in this many of the engine's blocks is pinned for stores at any time."""
 
 
 @dataclass(slots=True)
 class _Request:
-    """What the connector knows about one live request."""
+    """What the connector knows about one live request. Lists are by part."""
 
     request: Any
-    keys: list[bytes] = field(default_factory=list)
-    lookup: int = 0
-    """Id of the match under way, 0 if none."""
-    asked: float = 0.0
-    hit: int | None = None
-    """Blocks that the daemon had at the last match; None before its answer."""
-    lease: int = 0
-    local: int = 0
-    offered: int = 0
+    keys: list[list[bytes]]
+    offered: list[int]
     """Blocks up to here are in the daemon or on their way."""
-    blocks: list[int] = field(default_factory=list)
+    lookup: Lookup | None = None
+    """The look-up under way or answered last, with its leases."""
+    tokens: int | None = None
+    """Tokens that can be loaded, from the start of the prompt; None before the answer."""
+    local: int = 0
+    tables: list[list[int]] = field(default_factory=list)
+    """Block ids per KV-cache group, on versions of vLLM that do not tell them each step."""
     refused: bool = False
     """A load failed: nothing more is loaded for this request."""
 
@@ -55,36 +48,40 @@ class SchedulerConnector:
     """Scheduler side. Called by the engine core's thread only."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings, engine: str) -> None:
-        group = compat.supported_group(kv_cache_config)
-        self._block_tokens = int(group.kv_cache_spec.block_size)
-        hash_tokens = int(getattr(kv_cache_config, "hash_block_size", None) or self._block_tokens)
-        self._hashes_per_block = self._block_tokens // hash_tokens
+        groups = compat.groups_of(kv_cache_config)
         self._settings = settings
+        self._engine = engine
+        self._hash_tokens = compat.hash_tokens(vllm_config, kv_cache_config)
+        self._alignment = math.lcm(*(group.block_tokens for group in groups))
         self._world = int(vllm_config.parallel_config.world_size)
         namespace = fingerprint(vllm_config, kv_cache_config)
-        log.info("HPKV: namespace %s, blocks of %d tokens", namespace.hex(), self._block_tokens)
-        self._key = KeyMaker(namespace, 0)
+        log.info("HPKV: namespace %s, %d KV-cache groups", namespace.hex(), len(groups))
+        self._makers = {group.number: KeyMaker(namespace, group.number) for group in groups}
+        self._directory = Directory(settings, engine, ())
         self._pool: Any = None
         self._requests: dict[str, _Request] = {}
-        self._lookups: dict[int, str] = {}
-        self._loading: dict[str, int] = {}
-        """Request id -> lease of its load."""
+        self._loading: dict[str, dict[int, int]] = {}
+        """Request id -> leases of its load."""
         self._new_loads: list[Load] = []
         self._jobs = itertools.count(1)
         self._pinned: dict[int, tuple[list[int], int]] = {}
         """Store job -> (blocks, ranks that are through)."""
         self._pinned_blocks = 0
-        self._wait_left = STEP_WAIT_SECONDS
-        path = Path(settings.socket)
-        self._channel = Channel(path)
-        hello = {"name": "scheduler", "engine": engine, "instance": settings.instance}
-        self._keeper = SessionKeeper(path, hello)
-        self._keeper.start()
-        self._keeper.wait(READY_WAIT_SECONDS, lambda link: link.usable or bool(link.problem))
 
     def bind(self, block_pool: Any) -> None:
         """The pool of the engine's blocks, for pinning."""
         self._pool = block_pool
+
+    def meet(self, ranks: Iterable[RankParts]) -> None:
+        """All ranks have told which parts they hold; one that holds none is off, and so is the engine."""
+        known: dict[str, Part] = {}
+        for rank in ranks:
+            if not rank.parts:
+                log.warning("HPKV is off: a rank of the engine could not register")
+                return
+            known.update((part.name, part) for part in rank.parts)
+        parts = sorted(known.values(), key=lambda part: part.name)
+        self._directory = Directory(self._settings, self._engine, parts)
 
     # -- look-ups -----------------------------------------------------------------------------------------
 
@@ -97,146 +94,121 @@ class SchedulerConnector:
     def _state(self, request: Any) -> _Request:
         state = self._requests.get(request.request_id)
         if state is None:
-            state = self._requests[request.request_id] = _Request(request)
+            parts = len(self._directory.parts)
+            state = _Request(request, [[] for _ in range(parts)], [0] * parts)
+            self._requests[request.request_id] = state
         return state
 
     def _extend_keys(self, state: _Request) -> None:
-        hashes, step = state.request.block_hashes, self._hashes_per_block
-        for i in range(len(state.keys), len(hashes) // step):
-            state.keys.append(self._key(bytes(hashes[(i + 1) * step - 1])))
+        hashes = state.request.block_hashes
+        for part, keys in zip(self._directory, state.keys, strict=True):
+            step = part.block_tokens // self._hash_tokens
+            maker = self._makers[part.group]
+            for i in range(len(keys), len(hashes) // step):
+                keys.append(maker(bytes(hashes[(i + 1) * step - 1])))
+
+    def _limit(self, request: Any) -> int:
+        """The last token of a prompt is always computed: its logits are needed."""
+        return int(request.num_tokens - 1) // self._alignment * self._alignment
 
     def _ask(self, state: _Request) -> None:
         self._extend_keys(state)
-        state.hit, state.lookup = 0, 0
-        if not state.keys or not self._keeper.link.usable:
-            return
-        self._channel.session = self._keeper.link.session
-        try:
-            state.lookup = self._channel.send("match", {"keys": b"".join(state.keys[:_MAX_KEYS])})
-        except Unreachable:
-            self._keeper.suspect()
-            return
-        state.hit, state.asked = None, time.monotonic()
-        self._lookups[state.lookup] = state.request.request_id
-
-    def _take(self, reply: Reply) -> None:
-        request_id = self._lookups.pop(reply.id, None)
-        if request_id is None:
-            return
-        state = self._requests.get(request_id)
-        if not reply.ok:
-            # The daemon restarted or lost a rank: look at once, not at the next heartbeat.
-            self._keeper.suspect()
-        lease = reply.body.get("lease", 0) if reply.ok else 0
-        if state is None or state.lookup != reply.id:
-            self._release(lease)
-            return
-        state.lookup = 0
-        state.hit = reply.body["hit"] if reply.ok else 0
-        state.lease = lease
-        state.offered = max(state.offered, state.hit or 0)
-
-    def _receive(self, timeout: float = 0.0) -> None:
-        for reply in self._channel.replies(timeout):
-            self._take(reply)
-
-    def _release(self, lease: int) -> None:
-        if not lease or not self._keeper.link.usable:
-            return
-        try:
-            self._channel.send("release", {"lease": lease})
-        except Unreachable:
-            self._keeper.suspect()
+        self._directory.drop(state.lookup)
+        limit = self._limit(state.request)
+        keys = [keys[: limit // part.block_tokens] for part, keys in zip(self._directory, state.keys, strict=True)]
+        state.lookup = self._directory.ask(keys) if limit else None
+        state.tokens = None if state.lookup else 0
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond ``local_tokens`` that can be loaded; None while the daemon has not answered yet."""
         state = self._state(request)
-        if request.skip_reading_prefix_cache or state.refused or not self._keeper.link.usable:
+        if request.skip_reading_prefix_cache or state.refused or not self._directory.usable:
             return 0, False
-        lease_age = time.monotonic() - state.asked
-        if not state.lookup and (state.hit is None or lease_age > self._settings.lease_seconds / 2):
-            self._drop_lease(state)
+        if state.lookup is None or self._is_stale(state.lookup):
             self._ask(state)
-        if state.lookup and not self._await(state):
+        if state.lookup is not None and not self._directory.answered(state.lookup):
             return None, False
-        block = self._block_tokens
-        hit = min(state.hit or 0, (request.num_tokens - 1) // block) * block
-        if hit <= local_tokens or local_tokens % block or not state.lease:
+        self._conclude(state)
+        tokens = state.tokens or 0
+        held = state.lookup is not None and state.lookup.leases
+        if not held or tokens <= local_tokens or local_tokens % self._alignment:
             return 0, False
         state.local = local_tokens
-        return hit - local_tokens, True
+        return tokens - local_tokens, True
 
-    def _await(self, state: _Request) -> bool:
-        """True when the look-up is answered or given up; waits within the step's budget."""
-        started = time.monotonic()
-        self._receive()
-        if state.lookup and self._wait_left > 0:
-            self._receive(self._wait_left)
-            self._wait_left -= time.monotonic() - started
-        if not state.lookup:
-            return True
-        if time.monotonic() - state.asked < self._settings.submit_deadline_ms / 1000:
-            return False
-        log.warning("HPKV: no answer to a look-up within %d ms", self._settings.submit_deadline_ms)
-        self._lookups.clear()
-        self._channel.reset()
-        self._keeper.suspect()
-        for other in self._requests.values():
-            if other.lookup:
-                other.lookup, other.hit = 0, 0
-        return True
+    def _is_stale(self, lookup: Lookup) -> bool:
+        return time.monotonic() - lookup.asked > self._settings.lease_seconds / 2
 
-    def _drop_lease(self, state: _Request) -> None:
-        self._release(state.lease)
-        state.lease, state.hit = 0, None
+    def _conclude(self, state: _Request) -> None:
+        """Once all parts have answered: what can be loaded, and what need not be stored."""
+        lookup = state.lookup
+        if state.tokens is not None or lookup is None or lookup.open:
+            return
+        found = [lookup.found.get(index) for index in range(len(self._directory.parts))]
+        state.tokens = 0
+        if all(found):
+            state.tokens = usable_tokens([one for one in found if one], self._limit(state.request), self._alignment)
+        for index, part in enumerate(self._directory):
+            one = found[index]
+            leading = one.leading if one and not part.window_tokens else state.tokens // part.block_tokens
+            state.offered[index] = max(state.offered[index], leading)
 
     # -- plans --------------------------------------------------------------------------------------------
 
     def after_allocation(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """The engine has blocks for what ``matched_tokens`` promised: plan the load into them."""
         state = self._state(request)
-        if not external_tokens:
-            if request.request_id not in self._loading and state.lease:
-                self._release(state.lease)
-                state.lease = 0
+        lookup = state.lookup
+        if lookup is None:
             return
-        first = state.local // self._block_tokens
-        count = external_tokens // self._block_tokens
-        own = blocks.get_block_ids()[0]
-        load = Load(next(self._jobs), request.request_id, state.lease, first, own[first : first + count])
-        self._loading[request.request_id] = state.lease
-        state.lease = 0
-        self._new_loads.append(load)
+        if not external_tokens:
+            self._directory.release(lookup.leases)
+            lookup.leases = {}
+            return
+        tables = blocks.get_block_ids()
+        end = state.local + external_tokens
+        pieces = []
+        for index, part in enumerate(self._directory):
+            first = state.local // part.block_tokens
+            wanted = tables[part.group][first : end // part.block_tokens]
+            # Blocks before a sliding window are not there; the engine gives block 0 for them.
+            absent = sum(1 for block in wanted if not block) if part.window_tokens else 0
+            if absent < len(wanted):
+                job, lease = next(self._jobs), lookup.leases.get(index, 0)
+                pieces.append(Piece(part.name, job, lease, first + absent, wanted[absent:]))
+        self._loading[request.request_id] = lookup.leases
+        lookup.leases = {}
+        self._new_loads.append(Load(request.request_id, pieces))
 
     def plan_step(self, output: Any) -> StepMetadata:
         """Loads and stores of this step, for every rank."""
-        self._receive()
-        self._wait_left = STEP_WAIT_SECONDS
+        self._directory.new_step()
         metadata = StepMetadata(self._new_loads, idle=output.total_num_scheduled_tokens == 0)
         self._new_loads = []
         for request_id in output.preempted_req_ids or ():
-            self._forget_hit(request_id)
-        computed = self._follow_blocks(output)
+            self._forget(request_id)
+        computed = self._follow(output)
         for request_id, count in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is not None and request_id in computed:
-                self._plan_store(state, computed[request_id] + count, metadata)
+                tables = compat.block_tables(output, request_id) or state.tables
+                self._plan_stores(state, computed[request_id] + count, tables, metadata)
         return metadata
 
-    def _forget_hit(self, request_id: str) -> None:
+    def _forget(self, request_id: str) -> None:
         """After a preemption the request is looked up again, with the tokens it has by then."""
         state = self._requests.get(request_id)
         if state is not None:
-            self._drop_lease(state)
-            state.blocks = []
+            self._directory.drop(state.lookup)
+            state.lookup, state.tokens, state.tables = None, None, []
 
-    def _follow_blocks(self, output: Any) -> dict[str, int]:
+    def _follow(self, output: Any) -> dict[str, int]:
         """Update the block tables; computed tokens of each scheduled request before this step."""
         computed: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             state = self._requests.get(new.req_id)
             if state is not None:
-                state.blocks = list(new.block_ids[0])
+                state.tables = [list(table) for table in new.block_ids]
                 computed[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
@@ -244,31 +216,43 @@ class SchedulerConnector:
             if state is None:
                 continue
             fresh = cached.new_block_ids[i]
-            if request_id in cached.resumed_req_ids:
-                state.blocks = list(fresh[0]) if fresh else state.blocks
+            if fresh and request_id in cached.resumed_req_ids:
+                state.tables = [list(table) for table in fresh]
             elif fresh:
-                state.blocks += fresh[0]
+                for table, more in zip(state.tables, fresh, strict=True):
+                    table += more
             computed[request_id] = cached.num_computed_tokens[i]
         return computed
 
-    def _plan_store(self, state: _Request, computed: int, metadata: StepMetadata) -> None:
+    def _plan_stores(
+        self, state: _Request, computed: int, tables: list[list[int]] | tuple[list[int], ...], metadata: StepMetadata
+    ) -> None:
         """Offer the blocks that are full after this step, have confirmed tokens and are not offered yet."""
-        if not self._keeper.link.usable or state.lookup:
+        if not self._directory.usable:
             return
+        if state.lookup is not None:
+            self._conclude(state)
+            if state.lookup.open:
+                return
         self._extend_keys(state)
-        end = min(computed // self._block_tokens, len(state.keys), len(state.blocks))
-        first = state.offered
-        room = self._pool.num_gpu_blocks // _MAX_PINNED_SHARE - self._pinned_blocks
-        end = min(end, first + max(0, room), first + _MAX_KEYS)
-        if end <= first:
-            return
-        blocks = state.blocks[first:end]
-        parent = state.keys[first - 1] if first else None
-        store = Store(next(self._jobs), parent, b"".join(state.keys[first:end]), blocks)
+        for index, part in enumerate(self._directory):
+            table, keys = tables[part.group], state.keys[index]
+            first = state.offered[index]
+            room = self._pool.num_gpu_blocks // _MAX_PINNED_SHARE - self._pinned_blocks
+            end = min(computed // part.block_tokens, len(keys), len(table), first + max(0, room), first + MAX_KEYS)
+            wanted = [i for i in range(first, end) if table[i]]
+            if wanted:
+                parent = keys[first - 1] if first else None
+                self._offer(part, parent, [keys[i] for i in wanted], [table[i] for i in wanted], metadata)
+            state.offered[index] = max(first, end)
+
+    def _offer(
+        self, part: Part, parent: bytes | None, keys: list[bytes], blocks: list[int], metadata: StepMetadata
+    ) -> None:
+        store = Store(part.name, next(self._jobs), not part.window_tokens, parent, b"".join(keys), blocks)
         compat.touch(self._pool, blocks)
         self._pinned[store.job] = (blocks, 0)
         self._pinned_blocks += len(blocks)
-        state.offered = end
         metadata.stores.append(store)
 
     # -- results ------------------------------------------------------------------------------------------
@@ -277,11 +261,12 @@ class SchedulerConnector:
         """What the ranks report: finished loads end leases, finished stores unpin blocks."""
         failed = set(getattr(output, "failed_recving", None) or ())
         for request_id in output.finished_recving or ():
-            self._release(self._loading.pop(request_id, 0))
+            self._directory.release(self._loading.pop(request_id, {}))
             state = self._requests.get(request_id)
             if state is not None and request_id in failed:
                 # A daemon that says hit and then fails would be asked for ever.
-                state.refused, state.offered, state.hit = True, 0, 0
+                state.refused, state.tokens = True, 0
+                state.offered = [0] * len(state.offered)
         metadata = output.kv_connector_worker_meta
         if isinstance(metadata, WorkerMetadata):
             for job, count in metadata.stored.items():
@@ -302,32 +287,18 @@ class SchedulerConnector:
         return bool(self._pinned)
 
     def finished(self, request: Any) -> None:
-        """The request is over. A load of it that still runs keeps its lease until the ranks report."""
+        """The request is over. A load of it that still runs keeps its leases until the ranks report."""
         state = self._requests.pop(request.request_id, None)
-        if state is None:
-            return
-        self._lookups.pop(state.lookup, None)
-        self._release(state.lease)
+        if state is not None:
+            self._directory.drop(state.lookup)
 
     def reset(self) -> bool:
-        """Forget this engine's namespace in the daemon; False if that could not be confirmed."""
-        link = self._keeper.link
-        if not link.usable:
-            return False
+        """Forget this engine's blocks in the daemon; False if that could not be confirmed."""
         for state in self._requests.values():
-            state.hit, state.lease, state.offered = None, 0, 0
-        channel = Channel(self._channel.socket_path)
-        channel.session = link.session
-        try:
-            channel.call("reset", {}, RESET_SECONDS)
-        except HpkvError as problem:
-            log.warning("HPKV: reset failed: %s", problem)
-            return False
-        finally:
-            channel.close()
-        return True
+            state.lookup, state.tokens = None, None
+            state.offered = [0] * len(state.offered)
+        return self._directory.reset()
 
     def shutdown(self) -> None:
         """Leave the daemon politely."""
-        self._keeper.stop()
-        self._channel.close()
+        self._directory.close()

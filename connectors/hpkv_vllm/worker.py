@@ -1,4 +1,4 @@
-"""The worker connector of one rank: registers its shard, sends loads and stores, reports each exactly once."""
+"""The worker connector of one rank: registers its shards, sends loads and stores, reports each exactly once."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from vllm.logger import init_logger
 
 from hpkv_client import launch
 from hpkv_client.control import PAGE_BYTES, ControlPage
-from hpkv_client.errors import HpkvError, LayoutRefused, Unreachable
+from hpkv_client.errors import HpkvError, Unreachable
 from hpkv_client.memory import SharedMemory
 from hpkv_client.session import SessionKeeper
 from hpkv_client.settings import Settings
-from hpkv_client.topology import element_order, shard_of
 from hpkv_client.transport import Channel
-from hpkv_client.types import typed_digest
-from hpkv_client.wire import Reply, handle_to_wire, pack_blocks, shard_to_wire
+from hpkv_client.wire import Reply, pack_blocks
 from hpkv_vllm import compat
-from hpkv_vllm.identity import fingerprint
-from hpkv_vllm.metadata import Load, Store, WorkerMetadata
+from hpkv_vllm.metadata import Load, RankParts, Store, WorkerMetadata
+from hpkv_vllm.shards import PartShard, shards_of
 
 log = init_logger("vllm.hpkv.worker")
 
@@ -42,6 +40,7 @@ class _Pending:
     """A job whose end the engine waits for. ``request_id`` is empty for a store."""
 
     job: int
+    part: str
     request_id: str
     deadline: float
     withdrawn: float = 0.0
@@ -59,11 +58,16 @@ class WorkerConnector:
         self._kv_memory = compat.KvMemory()
         self._control_memory = SharedMemory(PAGE_BYTES)
         self._control = ControlPage(self._control_memory.mapping)
-        self._keeper: SessionKeeper | None = None
+        self._keepers: dict[str, SessionKeeper] = {}
+        """Part -> its session; every part is an engine of its own to the daemon."""
+        self._parts: RankParts | None = None
         self._channel: Channel | None = None
         self._pending: dict[int, _Pending] = {}
         """Request id on the wire -> job."""
         self._withdrawing: list[_Pending] = []
+        self._loading: dict[str, int] = {}
+        """Request -> pieces of its load that are under way."""
+        self._failed_pieces: set[str] = set()
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
         self._stored: dict[int, int] = {}
@@ -77,53 +81,48 @@ class WorkerConnector:
         return self._kv_memory.context()
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """Register the rank's shard. A layout that is not understood means no caching and one clear line."""
+        """Register the rank's shards. A layout that is not understood means no caching and one clear line."""
         try:
-            registration = self._registration(kv_caches)
+            shards = shards_of(self._config, self._kv_cache_config, kv_caches, self._kv_memory, self._control_memory)
         except HpkvError as problem:
             log.warning("HPKV is off for this rank: %s", problem)
             return
         path = Path(self._settings.socket)
         self._channel = Channel(path)
-        self._keeper = SessionKeeper(
-            path,
-            {"name": registration["place"], "engine": self._engine, "instance": self._settings.instance},
-            registration,
-            launch=lambda: launch.ensure_daemon(self._settings, REGISTER_WAIT_SECONDS),
-        )
-        self._keeper.start()
-        link = self._keeper.wait(REGISTER_WAIT_SECONDS, lambda link: link.up or bool(link.problem))
-        if not link.up:
-            log.warning("HPKV: rank %s starts without cache: %s", registration["place"], link.problem or "no answer")
+        for one in shards:
+            self._keepers[one.part.name] = self._keeper(path, one)
+        self._parts = RankParts(tuple(one.part for one in shards if one.shard.layers))
+        place = shards[0].registration["place"]
+        for one in shards:
+            log.info(
+                "HPKV: rank %s of %s, part %s: %d layers, %d bytes of each block of %d tokens, replica %d of %d",
+                *(place, one.registration["model"], one.part.name, len(one.shard.layers)),
+                *(one.shard.block_bytes, one.part.block_tokens, one.shard.replica, one.shard.replicas),
+            )
+        self._await(place)
 
-    def _registration(self, kv_caches: Mapping[str, Any]) -> dict[str, Any]:
-        group = compat.supported_group(self._kv_cache_config)
-        parallel = compat.parallel_of(self._config)
-        tensors, regions = compat.kv_tensors(kv_caches, self._kv_memory)
-        block_tokens = group.kv_cache_spec.block_size
-        shard = shard_of(
-            compat.model_shape(self._config),
-            parallel,
-            tensors,
-            self._kv_cache_config.num_blocks,
-            block_tokens,
-        )
-        orders = {element_order(tensor) for tensor in tensors}
-        if len(orders) != 1:
-            raise LayoutRefused(f"layers of different element orders: {sorted(orders)}")
-        base = fingerprint(self._config, self._kv_cache_config)
-        return {
-            "rank": parallel.rank,
-            "world": parallel.world,
-            "namespace": typed_digest(base, orders.pop(), tensors[0].element_bytes),
-            "model": str(self._config.model_config.served_model_name or self._config.model_config.model)[:256],
-            "place": f"tp{parallel.tp_rank} pp{parallel.pp_rank}",
-            "block_tokens": block_tokens,
-            "device": "cpu",
-            "regions": [handle_to_wire(region.handle) for region in regions],
-            "control": handle_to_wire(self._control_memory.handle),
-            **shard_to_wire(shard),
+    def _keeper(self, path: Path, one: PartShard) -> SessionKeeper:
+        hello = {
+            "name": one.registration["place"],
+            "engine": f"{self._engine}/{one.part.name}",
+            "instance": self._settings.instance,
         }
+        launcher = None if self._keepers else lambda: launch.ensure_daemon(self._settings, REGISTER_WAIT_SECONDS)
+        keeper = SessionKeeper(path, hello, one.registration, launch=launcher)
+        keeper.start()
+        return keeper
+
+    def _await(self, place: str) -> None:
+        deadline = time.monotonic() + REGISTER_WAIT_SECONDS
+        for keeper in self._keepers.values():
+            link = keeper.wait(deadline - time.monotonic(), lambda link: link.up or bool(link.problem))
+            if not link.up:
+                log.warning("HPKV: rank %s starts without cache: %s", place, link.problem or "no answer")
+                return
+
+    def parts(self) -> RankParts | None:
+        """The parts of which this rank holds layers, for the scheduler; None when HPKV is off here."""
+        return self._parts
 
     # -- every step ---------------------------------------------------------------------------------------
 
@@ -131,44 +130,48 @@ class WorkerConnector:
         """Ask the daemon to fill blocks; the end of each is reported by ``results``."""
         deadline = time.monotonic() + self._settings.load_deadline_seconds
         for load in loads:
-            body = {
-                "job": load.job,
-                "lease": load.lease,
-                "first": load.first,
-                "blocks": pack_blocks(load.blocks),
-            }
-            if not self._send("load", body, _Pending(load.job, load.request_id, deadline)):
-                self._loaded.add(load.request_id)
-                self._failed.add(load.request_id)
+            self._loading[load.request_id] = len(load.pieces)
+            for piece in load.pieces:
+                body = {
+                    "job": piece.job,
+                    "lease": piece.lease,
+                    "first": piece.first,
+                    "blocks": pack_blocks(piece.blocks),
+                }
+                pending = _Pending(piece.job, piece.part, load.request_id, deadline)
+                if not self._send("load", body, pending):
+                    self._conclude(pending, ok=False)
 
     def start_stores(self, stores: Iterable[Store]) -> None:
         """Ask the daemon to read blocks that this step filled."""
         deadline = time.monotonic() + self._settings.load_deadline_seconds
         for store in stores:
-            body = {
-                "job": store.job,
-                "parent": store.parent,
-                "keys": store.keys,
-                "blocks": pack_blocks(store.blocks),
-            }
-            if not self._send("store", body, _Pending(store.job, "", deadline)):
-                self._stored[store.job] = 1
+            body: dict[str, Any] = {"job": store.job, "keys": store.keys, "blocks": pack_blocks(store.blocks)}
+            if store.chained:
+                body["parent"] = store.parent
+            pending = _Pending(store.job, store.part, "", deadline)
+            if not self._send("store" if store.chained else "put", body, pending):
+                self._conclude(pending, ok=False)
 
     def _send(self, verb: str, body: dict[str, Any], pending: _Pending) -> bool:
-        if self._keeper is None or self._channel is None or not self._keeper.link.usable:
+        keeper = self._keepers.get(pending.part)
+        if keeper is None or self._channel is None or not keeper.link.usable:
             return False
-        self._channel.session = self._keeper.link.session
         try:
-            request = self._channel.send(verb, body)
+            request = self._channel.send(verb, body, keeper.link.session)
         except Unreachable:
-            self._keeper.suspect()
+            self._suspect()
             return False
         self._pending[request] = pending
         return True
 
+    def _suspect(self) -> None:
+        for keeper in self._keepers.values():
+            keeper.suspect()
+
     def poll(self, idle: bool) -> None:
         """Collect replies and enforce deadlines. On idle steps wait a moment, so that the daemon gets a core."""
-        if self._channel is None or self._keeper is None:
+        if self._channel is None:
             return
         waiting = bool(self._pending or self._withdrawing)
         pause = IDLE_WAIT_SECONDS if idle and waiting and not (self._loaded or self._stored) else 0.0
@@ -187,22 +190,28 @@ class WorkerConnector:
         self._conclude(pending, reply.ok)
 
     def _conclude(self, pending: _Pending, ok: bool) -> None:
-        if pending.request_id:
-            self._loaded.add(pending.request_id)
-            if not ok:
-                self._failed.add(pending.request_id)
-        else:
+        if not pending.request_id:
             self._stored[pending.job] = 1
+            return
+        if not ok:
+            self._failed_pieces.add(pending.request_id)
+        self._loading[pending.request_id] -= 1
+        if self._loading[pending.request_id]:
+            return
+        del self._loading[pending.request_id]
+        self._loaded.add(pending.request_id)
+        if pending.request_id in self._failed_pieces:
+            self._failed_pieces.discard(pending.request_id)
+            self._failed.add(pending.request_id)
 
     def _enforce(self, now: float) -> None:
         """Withdraw what is late or belongs to a daemon that is gone; give blocks back only when nobody copies."""
-        assert self._keeper is not None
-        lost = not self._keeper.link.up
+        lost = any(not self._keepers[pending.part].link.up for pending in self._pending.values())
         late = [(request, pending) for request, pending in self._pending.items() if lost or pending.deadline <= now]
         if late:
             if not lost:
                 log.warning("HPKV: %d jobs missed their deadline, the daemon counts as down", len(late))
-                self._keeper.suspect()
+                self._suspect()
             self._control.withdraw_through(max(pending.job for _, pending in late))
             for request, pending in late:
                 del self._pending[request]
@@ -244,8 +253,8 @@ class WorkerConnector:
 
     def shutdown(self) -> None:
         """Leave the daemon politely."""
-        if self._keeper is not None:
-            self._keeper.stop()
+        for keeper in self._keepers.values():
+            keeper.stop()
         if self._channel is not None:
             self._channel.close()
             self._channel = None

@@ -6,7 +6,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import heapify, heappop
 
 from hpkv_client.types import KEY_BYTES, BlockKey
 from hpkv_daemon.core.index import NONE, BlockTable, Namespace, State
@@ -15,6 +14,9 @@ from hpkv_daemon.core.slots import SlotPool
 
 _SEARCH_SLOTS = 20_000
 """One search for a span to move looks at about this many blocks: a few milliseconds of the control loop."""
+
+_MAX_DOOMED = 8_192
+"""A span is not moved if more blocks than this, or twice its slots, would have to be evicted for it."""
 
 _SEARCH_PAUSE = 256
 """Evictions, at least, between a search in vain and the next one."""
@@ -51,6 +53,8 @@ class Blocks:
         self._extent_use = array("q", bytes(8 * self.slots.extents))
         """Tick of the last use of a block in each extent; may be too old, never too young."""
         self._search_pause: Counter[int] = Counter()
+        self._searched: Counter[int] = Counter()
+        """Windows that the last searches of a class tried in vain: the next one goes on behind them."""
 
     def open_namespace(self, fingerprint: bytes, block_bytes: int) -> int | None:
         """Number of a new namespace, or None if not one of its blocks fits into the pool."""
@@ -253,17 +257,20 @@ class Blocks:
             fair = entitled and all(self.slots.extents_of(number) > share for number, _ in spans)
             if all(number != taker for number, _ in spans) and (fair or (own is not None and age < own)):
                 windows.append((age, first, fair))
-        heapify(windows)
-        budget = _SEARCH_SLOTS
-        while windows and budget > 0:
-            _, first, fair = heappop(windows)
+        windows.sort()
+        budget, skip = _SEARCH_SLOTS, self._searched[taker] % max(1, len(windows))
+        for _, first, fair in windows[skip:] + windows[:skip]:
             doomed: list[int] = []
             if self._doom(self.slots.spans_over(first, wanted), None if fair else own, doomed):
                 for slot in doomed:
                     self.evict(slot)
                 self.counters["moved_spans"] += 1
+                self._searched[taker] = 0
                 return True
+            self._searched[taker] += 1
             budget -= len(doomed) + 1
+            if budget <= 0:
+                break
         return False
 
     def _span_use(self, span: tuple[int, int]) -> int:
@@ -277,9 +284,11 @@ class Blocks:
     def _doom(self, spans: list[tuple[int, int]], before: int | None, doomed: list[int]) -> bool:
         """List what must be evicted to empty the spans, children first.
 
-        False if a block of it is in use or, with ``before``, was used since then: the spans stay.
+        False, and the spans stay, if a block of it is in use, was used since ``before`` if that is given, or if
+        there is too much of it, as below a head that many prefixes share.
         """
         seen: set[int] = set()
+        limit = max(_MAX_DOOMED, 2 * sum(len(self.slots.slots_of(span)) for span in spans))
         for span in spans:
             for top in self._used(span):
                 if top in seen:
@@ -287,7 +296,8 @@ class Blocks:
                 below = [top]
                 for slot in below:
                     in_use = self.table.state[slot] != State.RESIDENT or self.table.pins[slot]
-                    if in_use or (before is not None and self._policy(slot).last_use(slot) >= before):
+                    young = before is not None and self._policy(slot).last_use(slot) >= before
+                    if in_use or young or len(doomed) + len(below) > limit:
                         doomed.extend(below)
                         return False
                     below.extend(child for child in self.table.children_of(slot) if child not in seen)

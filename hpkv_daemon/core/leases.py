@@ -22,6 +22,8 @@ class Lease:
     pinned: tuple[int, ...]
     length: int
     deadline: float
+    scattered: tuple[int, ...] | None = None
+    """For blocks that form no prefix: the slot of each, ``NONE`` for those that were not resident."""
     transfers: int = 0
     released: bool = False
 
@@ -44,9 +46,17 @@ class LeaseTable:
     def __iter__(self) -> Iterator[Lease]:
         return iter(list(self._leases.values()))
 
-    def grant(self, owner: Hashable, namespace: int, pinned: tuple[int, ...], length: int, deadline: float) -> Lease:
+    def grant(
+        self,
+        owner: Hashable,
+        namespace: int,
+        pinned: tuple[int, ...],
+        length: int,
+        deadline: float,
+        scattered: tuple[int, ...] | None = None,
+    ) -> Lease:
         """A new lease. Its pins are the caller's business."""
-        lease = Lease(next(self._numbers), owner, namespace, pinned, length, deadline)
+        lease = Lease(next(self._numbers), owner, namespace, pinned, length, deadline, scattered)
         self._leases[lease.number] = lease
         self._of_owner.setdefault(owner, set()).add(lease.number)
         return lease

@@ -115,16 +115,26 @@ class BlockStore:
         """A lease on whichever of these unrelated blocks are resident, and their slots (``NONE``: a miss)."""
         slots = [self.blocks.resident(namespace, key) for key in keys]
         pinned = tuple(slot for slot in slots if slot != NONE)
-        return (self._grant(owner, namespace, pinned, 0, deadline) if pinned else None), slots
+        if not pinned:
+            return None, slots
+        return self._grant(owner, namespace, pinned, len(slots), deadline, tuple(slots)), slots
 
-    def _grant(self, owner: Hashable, namespace: int, pinned: tuple[int, ...], length: int, deadline: float) -> Lease:
+    def _grant(
+        self,
+        owner: Hashable,
+        namespace: int,
+        pinned: tuple[int, ...],
+        length: int,
+        deadline: float,
+        scattered: tuple[int, ...] | None = None,
+    ) -> Lease:
         for slot in pinned:
             self.blocks.pin(slot)
             self.blocks.touch(slot)
-        return self.leases.grant(owner, namespace, pinned, length, deadline)
+        return self.leases.grant(owner, namespace, pinned, length, deadline, scattered)
 
     def begin_transfer(self, number: int, owner: Hashable, first: int, length: int) -> list[int]:
-        """Slots of blocks ``first`` .. ``first + length`` of a leased prefix, held until ``end_transfer``.
+        """Slots of blocks ``first`` .. ``first + length`` of a lease, held until ``end_transfer``.
 
         Raises ``LeaseLost`` or, for blocks the lease does not cover, ``UsageError``.
         """
@@ -133,8 +143,14 @@ class BlockStore:
             raise LeaseLost(f"lease {number} is unknown or expired", "match again")
         if first < 0 or length < 0 or first + length > lease.length:
             raise UsageError(f"lease {number} covers {lease.length} blocks, not {first}..{first + length}")
+        if lease.scattered is None:
+            slots = self.blocks.table.chain(lease.pinned[0], lease.length)[first : first + length]
+        else:
+            slots = list(lease.scattered[first : first + length])
+            if NONE in slots:
+                raise UsageError(f"lease {number} covers only the blocks that were found")
         lease.transfers += 1
-        return self.blocks.table.chain(lease.pinned[0], lease.length)[first : first + length]
+        return slots
 
     def hold(self, lease: Lease) -> None:
         """Keep all blocks of a lease for one copy; paired with ``end_transfer``."""

@@ -21,8 +21,17 @@ log = logging.getLogger(__name__)
 
 _BATCH = 256
 """Requests handled before timers and movers get their turn."""
-_QUEUE = 10_000
-"""Messages kept for one peer that does not read its replies; further ones to it are dropped."""
+_UNREAD = 10_000
+"""Replies kept for one peer that does not read them (half as many in the worst case); more are dropped."""
+_UNSERVED = 1024
+"""Requests taken from one peer that asks faster than it can be served; further ones wait on its side."""
+
+_REMEMBERED_PEERS = 1024
+"""Senders whose address is not parsed anew with each message."""
+
+_READABLE = int(zmq.POLLIN)
+_NOW = int(zmq.NOBLOCK)
+_NOW_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 Handler = Callable[[Peer, bytes], bytes | None]
 
@@ -42,11 +51,12 @@ class Router:
         self._socket = self._context.socket(zmq.ROUTER)
         # Limits count only when set before bind.
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
-        self._socket.setsockopt(zmq.SNDHWM, _QUEUE)
-        self._socket.setsockopt(zmq.RCVHWM, _QUEUE)
+        self._socket.setsockopt(zmq.SNDHWM, _UNREAD)
+        self._socket.setsockopt(zmq.RCVHWM, _UNSERVED)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         self._handler: Handler | None = None
+        self._peers: dict[tuple[bytes, str], Peer] = {}
         self._scheduled = False
         self._closed = False
         self._bind(mode, group)
@@ -82,7 +92,9 @@ class Router:
 
     def _transmit(self, identity: bytes, frame: bytes) -> None:
         try:
-            self._socket.send_multipart((identity, frame), zmq.NOBLOCK)
+            # Two sends: half the time of send_multipart.
+            self._socket.send(identity, _NOW_MORE)
+            self._socket.send(frame, _NOW)
         except zmq.Again:
             # ROUTER drops for a full peer; this is its own last resort, and equally a loss for that peer only.
             return
@@ -95,31 +107,40 @@ class Router:
     def _drain(self) -> None:
         self._scheduled = False
         for _ in range(_BATCH):
-            if self._closed:
+            # Asking first is cheaper than a receive in vain.
+            if self._closed or not int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
                 return
-            try:
-                head = self._socket.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                if self._socket.poll(0, zmq.POLLIN):
-                    continue
-                return
-            self._serve_one(head)
+            self._serve_one()
         self._schedule()
 
-    def _serve_one(self, head: zmq.Frame) -> None:
-        frames = []
-        while self._socket.getsockopt(zmq.RCVMORE):
-            frames.append(self._socket.recv(zmq.NOBLOCK))
+    def _serve_one(self) -> None:
+        identity = self._socket.recv(_NOW)
+        # Only a frame that is not copied tells who sent it.
+        frame = self._socket.recv(_NOW, copy=False)
+        whole = not frame.more
+        last = frame
+        while last.more:
+            last = self._socket.recv(_NOW, copy=False)
         try:
-            peer = _peer(head)
+            peer = self._peer(identity, str(frame.get("Peer-Address")))
         except (zmq.ZMQError, ValueError):
             log.warning("dropped a message: its sender cannot be told")
             return
         assert self._handler is not None
         # A message of more frames is none of ours: it counts as an empty one.
-        reply = self._handler(peer, frames[0] if len(frames) == 1 else b"")
+        reply = self._handler(peer, frame.bytes if whole else b"")
         if reply is not None:
-            self._transmit(peer.identity, reply)
+            self._transmit(identity, reply)
+
+    def _peer(self, identity: bytes, address: str) -> Peer:
+        """The sender of a frame; ``address``, new with every frame, holds the kernel's word (SO_PEERCRED)."""
+        peer = self._peers.get((identity, address))
+        if peer is None:
+            _, uid, _, pid = address.rsplit(":", 3)
+            if len(self._peers) >= _REMEMBERED_PEERS:
+                self._peers.clear()
+            peer = self._peers[identity, address] = Peer(identity, int(uid), int(pid))
+        return peer
 
     def close(self) -> None:
         """Stop listening, give pending replies a moment, remove the socket file."""
@@ -129,9 +150,3 @@ class Router:
         self._context.term()
         if self._path.exists() and stat.S_ISSOCK(self._path.lstat().st_mode):
             self._path.unlink()
-
-
-def _peer(head: zmq.Frame) -> Peer:
-    """Identity of the sender; uid and pid are the kernel's word (SO_PEERCRED), not the sender's."""
-    _, uid, _, pid = str(head.get("Peer-Address")).rsplit(":", 3)
-    return Peer(head.bytes, int(uid), int(pid))

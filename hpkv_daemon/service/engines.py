@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from hpkv_client.errors import LayoutRefused, NotRegistered, UsageError
@@ -63,7 +62,7 @@ class Engine:
         self.namespace: int | None = None
         self.problem = ""
         self.stores: dict[int, StoreJob] = {}
-        self._ended: deque[int] = deque(maxlen=_REMEMBERED_JOBS)
+        self._ended: dict[int, frozenset[int]] = {}
 
     @property
     def complete(self) -> bool:
@@ -123,8 +122,14 @@ class Engine:
     def end(self, job: StoreJob) -> None:
         """Forget a store job, but remember its number: a late rank must not open it again."""
         self.stores.pop(job.number, None)
-        self._ended.append(job.number)
+        self._ended[job.number] = frozenset(job.missing)
+        if len(self._ended) > _REMEMBERED_JOBS:
+            del self._ended[next(iter(self._ended))]
 
     def has_ended(self, number: int) -> bool:
         """Whether the job ran before."""
         return number in self._ended
+
+    def ended_without(self, number: int, rank: int) -> bool:
+        """Whether the job was given up before this rank asked."""
+        return rank in self._ended.get(number, ())

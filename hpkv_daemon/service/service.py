@@ -22,6 +22,7 @@ from hpkv_client.errors import (
 )
 from hpkv_client.types import Keys
 from hpkv_client.wire import PROTOCOL, Body, Request
+from hpkv_daemon.core.index import NONE
 from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.movers.base import Attached, Mover
 from hpkv_daemon.movers.faults import Faults
@@ -88,6 +89,7 @@ class Service:
             "unregister": self._unregister,
             "reset": self._reset,
             "match": self._match,
+            "acquire": self._acquire,
             "contains": self._contains,
             "release": self._release,
             "load": self._load,
@@ -223,16 +225,10 @@ class Service:
                 "register from the process that owns the memory, in the daemon's PID namespace",
             )
         shard = wire.shard_from_wire(body)
+        self._take_over(peer, session, body["rank"])
         engine = self._engines.get(session.engine)
         if engine is None:
             engine = Engine(session.engine, body["world"], body["namespace"], body["model"], body["block_tokens"])
-        before = engine.ranks.get(body["rank"])
-        if before is not None and before.session is not session:
-            if before.session.pid != peer.pid:
-                raise Busy(f"rank {body['rank']} of {engine.name!r} is registered by pid {before.session.pid}")
-            self._drop(before.session, "its process registered anew")
-        if engine.has(session):
-            self._leave_engine(session)
         rank = Rank(
             body["rank"],
             session,
@@ -249,6 +245,19 @@ class Service:
         if engine.problem:
             raise LayoutRefused(engine.problem)
         return {"ready": engine.ready}
+
+    def _take_over(self, peer: Peer, session: Session, rank: int) -> None:
+        """End what this session, or an earlier one of its process, registered before."""
+        engine = self._engines.get(session.engine)
+        if engine is None:
+            return
+        before = engine.ranks.get(rank)
+        if before is not None and before.session is not session:
+            if before.session.pid != peer.pid:
+                raise Busy(f"rank {rank} of {engine.name!r} is registered by pid {before.session.pid}")
+            self._drop(before.session, "its process registered anew")
+        if engine.has(session):
+            self._leave_engine(session)
 
     def _complete(self, engine: Engine) -> None:
         """All ranks are here: prove the layout, open the namespace, map every rank."""
@@ -308,6 +317,17 @@ class Service:
             return {"hit": 0, "lease": 0}
         counters["matched_blocks"] += lease.length
         return {"hit": lease.length, "lease": lease.number}
+
+    def _acquire(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
+        engine = self._ready_engine(session)
+        assert engine.namespace is not None
+        keys = Keys(request.body["keys"])
+        deadline = self._clock() + self._lease_seconds
+        lease, slots = self._store.acquire_each(engine.namespace, list(keys), engine.name, deadline)
+        counters = self._transfers.counters
+        counters["requested_blocks"] += len(keys)
+        counters["matched_blocks"] += len(lease.pinned) if lease else 0
+        return {"found": bytes(slot != NONE for slot in slots), "lease": lease.number if lease else 0}
 
     def _contains(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
         engine = self._ready_engine(session)

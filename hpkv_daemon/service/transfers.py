@@ -147,6 +147,9 @@ class Transfers:
         keys, blocks = Keys(body["keys"]), _checked_blocks(caller.rank, body["blocks"])
         _require_pairs(keys, blocks)
         engine, number = caller.engine, body["job"]
+        if engine.ended_without(number, caller.rank.number):
+            self._answer(caller.identity, caller.request, {"kept": 0, "dropped": len(keys), "partial": False})
+            return
         if engine.has_ended(number):
             raise UsageError(f"store job {number} is over", "number jobs upwards")
         parent = body.get("parent")

@@ -60,7 +60,7 @@ class Reader:
         registration = {
             "rank": 0,
             "world": 1,
-            "namespace": typed_digest(namespace, "hnd", 4),
+            "namespace": typed_digest(namespace, "g0s0", 0, "hnd"),
             "model": "reader",
             "device": "cpu",
             "regions": [handle_to_wire(self._memory.handle)],

@@ -40,7 +40,7 @@ def daemons_on(socket: str) -> list[int]:
 @pytest.fixture(scope="module")
 def environment(daemons: DaemonFactory) -> Iterator[dict[str, str]]:
     """The user's variables, and nothing running yet."""
-    variables = daemons.environment(HPKV_KV_MEM_POOL_SIZE="128m", HPKV_SUBMIT_DEADLINE_MS=1000)
+    variables = daemons.environment(HPKV_KV_MEM_POOL_SIZE="128m", HPKV_SUBMIT_DEADLINE_MS=5000)
     variables["HPKV_KV_STORAGE_PATH"] = str(Path(variables["HPKV_SOCKET"]).parent / "storage")
     variables["VLLM_ENABLE_HPKV"] = "1"
     yield variables

@@ -76,7 +76,7 @@ def node(start_engine, daemons: DaemonFactory, tmp_path_factory: pytest.TempPath
         HPKV_FAULTS=f"@{faults}",
         HPKV_FAULTS_CONFIRM=CONFIRM,
         # A busy test machine is not a dead daemon; the default of 50 ms is for hosts with a core to spare.
-        HPKV_SUBMIT_DEADLINE_MS=1000,
+        HPKV_SUBMIT_DEADLINE_MS=5000,
     )
     engine = start_engine(Topology("tp1"), daemon)
     yield Node(daemon, engine, faults)

@@ -30,7 +30,7 @@ def node(start_engine, daemons: DaemonFactory, tmp_path_factory: pytest.TempPath
         HPKV_KV_MEM_POOL_SIZE="256m",
         HPKV_FAULTS=f"@{faults}",
         HPKV_FAULTS_CONFIRM=CONFIRM,
-        HPKV_SUBMIT_DEADLINE_MS=1000,
+        HPKV_SUBMIT_DEADLINE_MS=5000,
         HPKV_LOAD_DEADLINE_SECONDS=20,
     )
     engine = start_engine(Topology("tp1"), daemon, f"--num-gpu-blocks-override={ENGINE_BLOCKS}")

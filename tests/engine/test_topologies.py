@@ -77,7 +77,7 @@ def settled(daemon: DaemonHandle, name: str, value: int) -> dict[str, int]:
 def run(request: pytest.FixtureRequest, start_engine, daemons: DaemonFactory) -> Iterator[Run]:
     """Cold on a first engine, killed; warm on a second one."""
     topology = request.param
-    daemon = daemons(HPKV_KV_MEM_POOL_SIZE="256m", HPKV_SUBMIT_DEADLINE_MS=1000)
+    daemon = daemons(HPKV_KV_MEM_POOL_SIZE="256m", HPKV_SUBMIT_DEADLINE_MS=5000)
     first = start_engine(topology, daemon)
     cold = [first.ask(tokens, OUTPUT_TOKENS) for tokens in PROMPTS]
     stored = sum((len(tokens) + OUTPUT_TOKENS - 1) // BLOCK_TOKENS for tokens in PROMPTS)

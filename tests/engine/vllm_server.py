@@ -147,16 +147,30 @@ class Vllm:
         """The namespace its scheduler logged last."""
         return bytes.fromhex(re.findall(r"HPKV: namespace ([0-9a-f]{64})", self.text())[-1])
 
-    def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 120.0) -> Any:
+    def post(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout: float = 120.0,
+        headers: dict[str, str] | None = None,
+    ) -> Any:
         """POST JSON, return JSON (None for an empty body)."""
         data = json.dumps(body or {}).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"} | (headers or {}))
         with urllib.request.urlopen(request, timeout=timeout) as reply:
             text = reply.read()
         return json.loads(text) if text.strip() else None
 
-    def ask(self, tokens: list[int], max_tokens: int = 8, timeout: float = 120.0, **more: Any) -> Answer:
-        """Greedy completion of a prompt given as token ids."""
+    def ask(
+        self,
+        tokens: list[int],
+        max_tokens: int = 8,
+        timeout: float = 120.0,
+        replica: int | None = None,
+        **more: Any,
+    ) -> Answer:
+        """Greedy completion of a prompt given as token ids, by one data-parallel replica if it is named."""
+        headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
         started = time.monotonic()
         body = {
             "model": "tiny",
@@ -167,7 +181,7 @@ class Vllm:
             "return_token_ids": True,
             **more,
         }
-        reply = self.post("/v1/completions", body, timeout)
+        reply = self.post("/v1/completions", body, timeout, headers)
         details = reply["usage"].get("prompt_tokens_details") or {}
         cached = details.get("cached_tokens") or 0
         return Answer(reply["choices"][0]["token_ids"], cached, time.monotonic() - started)

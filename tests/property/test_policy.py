@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpkv_daemon.core.policy import POLICIES, Lru, Policy, S3Fifo
 from hpkv_daemon.core.policy.s3fifo import Ghost
 
-SLOTS = 12
+SLOTS = 10
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 commands = st.lists(
     st.tuples(
-        st.sampled_from(("admit", "touch", "expose", "expose_after_child", "hide", "forget", "evict")),
+        st.sampled_from(("store", "store", "touch", "touch", "hide", "expose", "after_child", "forget", "evict")),
         st.integers(0, SLOTS - 1),
     ),
-    max_size=120,
+    min_size=30,
+    max_size=90,
 )
 
 
@@ -32,16 +34,18 @@ class Model:
         """One call, if the store could make it now."""
         here, exposed, key = slot in self.used, slot in self.exposed, bytes([slot]) * 32
         self.tick += 1
-        if command == "admit" and not here:
+        if command == "store" and not here:
             self.used[slot] = self.tick
             self.policy.admit(slot, key, self.tick)
+            self.exposed.add(slot)
+            self.policy.expose(slot, 0)
         elif command == "touch" and here:
             self.used[slot] = self.tick
             self.policy.touch(slot, self.tick)
         elif command == "expose" and here and not exposed:
             self.exposed.add(slot)
             self.policy.expose(slot, 0)
-        elif command == "expose_after_child" and here and not exposed:
+        elif command == "after_child" and here and not exposed:
             child = self.tick - slot
             self.exposed.add(slot)
             self.used[slot] = max(child, self.used[slot])
@@ -61,7 +65,7 @@ class Model:
         self.policy.forget(slot, bytes([slot]) * 32)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(patient, max_examples=300)
 @given(commands)
 def test_lru_names_the_exposed_slot_that_was_not_used_for_longest(script: list[tuple[str, int]]) -> None:
     model = Model(Lru())
@@ -77,7 +81,7 @@ def test_lru_names_the_exposed_slot_that_was_not_used_for_longest(script: list[t
             assert model.policy.last_use(known) == tick
 
 
-@settings(deadline=None, max_examples=300)
+@settings(patient, max_examples=300)
 @given(commands)
 def test_s3fifo_names_an_exposed_slot_exactly_when_there_is_one(script: list[tuple[str, int]]) -> None:
     model = Model(S3Fifo())
@@ -89,7 +93,7 @@ def test_s3fifo_names_an_exposed_slot_exactly_when_there_is_one(script: list[tup
             assert model.policy.last_use(known) == tick
 
 
-@settings(deadline=None, max_examples=100)
+@settings(patient, max_examples=100)
 @given(st.sampled_from(sorted(POLICIES)), commands)
 def test_every_exposed_slot_is_named_in_the_end(name: str, script: list[tuple[str, int]]) -> None:
     model = Model(POLICIES[name]())
@@ -104,7 +108,7 @@ def test_every_exposed_slot_is_named_in_the_end(name: str, script: list[tuple[st
     assert model.policy.victim() is None
 
 
-@settings(deadline=None, max_examples=60)
+@settings(patient, max_examples=60)
 @given(hot=st.integers(1, 60), scan=st.integers(100, 400), uses=st.integers(1, 5))
 def test_s3fifo_keeps_used_blocks_through_a_scan_of_blocks_that_are_used_once(hot: int, scan: int, uses: int) -> None:
     policy, capacity, tick = S3Fifo(), 100, 0
@@ -133,12 +137,30 @@ def test_s3fifo_takes_back_a_block_it_just_evicted_as_a_used_one() -> None:
         policy.expose(slot, 0)
     assert policy.victim() == 0
     policy.forget(0, number_key(0))
-    policy.admit(0, number_key(0), 100)
-    policy.expose(0, 0)
-    for _ in range(17):
-        victim = policy.victim()
-        assert victim not in (None, 0)
-        policy.forget(victim, number_key(1000 + victim))
+    for slot, number in ((0, 0), (20, 20)):
+        policy.admit(slot, number_key(number), 100 + number)
+        policy.expose(slot, 0)
+    order = []
+    while (victim := policy.victim()) is not None:
+        order.append(victim)
+        policy.forget(victim, number_key(victim))
+    assert order == [*range(1, 21), 0]
+
+
+def test_s3fifo_leaves_new_blocks_their_tenth_of_the_room() -> None:
+    policy = S3Fifo()
+    for slot in range(50):
+        policy.admit(slot, number_key(slot), slot + 1)
+        policy.expose(slot, 0)
+        policy.touch(slot, slot + 1)
+    assert policy.victim() == 0
+    for slot in range(50, 55):
+        policy.admit(slot, number_key(slot), slot + 1)
+        policy.expose(slot, 0)
+    assert policy.victim() == 0
+    policy.admit(55, number_key(55), 56)
+    policy.expose(55, 0)
+    assert policy.victim() == 50
 
 
 def test_s3fifo_stops_sparing_when_every_block_of_a_large_pool_is_hot() -> None:

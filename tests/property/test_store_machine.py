@@ -68,7 +68,8 @@ class Reader:
     covered: list[Path]
     slots: list[int]
     deadline: float
-    chained: bool
+    scattered: list[tuple[Path, int]] | None = None
+    """Blocks that form no prefix, as they were asked for: the slot of each, or -1."""
     released: bool = False
     reading: list[list[tuple[Path, int]]] = field(default_factory=list)
     """Running copies: the blocks and slots each of them reads."""
@@ -315,7 +316,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert lease.length == length
             covered = [path[: end + 1] for end in range(length)]
             slots = [self.visible[namespace, part].slot for part in covered]
-            self.readers.append(Reader(lease.number, owner, namespace, covered, slots, self.now + seconds, True))
+            self.readers.append(Reader(lease.number, owner, namespace, covered, slots, self.now + seconds))
 
     @rule(numbers=loners, pick=st.integers(0, 99), owner=owners, seconds=st.integers(0, 9))
     def acquire_each(self, numbers: list[int], pick: int, owner: str, seconds: int) -> None:
@@ -328,30 +329,32 @@ class StoreMachine(RuleBasedStateMachine):
         assert found == covered
         assert (lease is None) == (not covered)
         if lease is not None:
-            slots = [slot for slot in slots if slot >= 0]
-            reader = Reader(lease.number, owner, namespace, covered, slots, self.now + seconds, False)
+            asked = list(zip(wanted, slots, strict=True))
+            held = [slot for slot in slots if slot >= 0]
+            reader = Reader(lease.number, owner, namespace, covered, held, self.now + seconds, asked)
             self.readers.append(reader)
 
     @precondition(lambda self: self.readers)
     @rule(pick=picks, owner=owners, first=st.integers(0, 6), length=st.integers(0, 6))
     def begin_transfer(self, pick: int, owner: str, first: int, length: int) -> None:
         reader = self.readers[pick % len(self.readers)]
-        covered = len(reader.covered) if reader.chained else 0
+        entries = reader.scattered or list(zip(reader.covered, reader.slots, strict=True))
+        wanted = entries[first : first + length]
         if owner != reader.owner or reader.released:
             with pytest.raises(LeaseLost):
                 self.store.begin_transfer(reader.number, owner, first, length)
-        elif first + length > covered:
+        elif first + length > len(entries) or any(slot < 0 for _, slot in wanted):
             with pytest.raises(UsageError):
                 self.store.begin_transfer(reader.number, owner, first, length)
         else:
             slots = self.store.begin_transfer(reader.number, owner, first, length)
-            assert slots == reader.slots[first : first + length]
-            reader.reading.append(list(zip(reader.covered[first : first + length], slots, strict=True)))
+            assert slots == [slot for _, slot in wanted]
+            reader.reading.append(wanted)
 
-    @precondition(lambda self: any(not reader.chained and not reader.released for reader in self.readers))
+    @precondition(lambda self: any(reader.scattered and not reader.released for reader in self.readers))
     @rule(pick=picks)
     def hold(self, pick: int) -> None:
-        readers = [reader for reader in self.readers if not reader.chained and not reader.released]
+        readers = [reader for reader in self.readers if reader.scattered and not reader.released]
         reader = readers[pick % len(readers)]
         lease = self.store.leases.get(reader.number, reader.owner)
         assert lease is not None
@@ -500,7 +503,7 @@ class S3FifoMachine(StoreMachine):
 
 
 _settings = settings(
-    max_examples=200,
+    max_examples=150,
     stateful_step_count=70,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

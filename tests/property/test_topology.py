@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from hpkv_client.errors import LayoutRefused
@@ -28,6 +28,7 @@ from hpkv_client.types import Layer, RankShard, Run, typed_digest, writer_of
 
 Bytes = npt.NDArray[np.uint8]
 REGION = 8
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,9 @@ def build_rank(model: Model, strategy: Strategy, pp_rank: int, tp_rank: int) -> 
     for index, layer in enumerate(layers):
         if strategy.memory == "interleaved":
             by_block, offset, region = elements * len(layers), index * elements * size, 0
+        elif strategy.memory == "downwards":
+            by_block, region = elements, 0
+            offset = (len(layers) - 1 - index) * model.blocks * elements * size
         elif strategy.memory == "stacked":
             by_block, offset, region = elements, index * model.blocks * elements * size, 0
         else:
@@ -149,7 +153,9 @@ def gather(ranks: list[Rank], layout: CanonicalLayout, blocks: int) -> Bytes:
             if writer_of(key, rank.shard.replicas) != rank.shard.replica:
                 continue
             for run in place(rank.shard, layout):
+                assert run.last_local_byte(blocks) <= len(rank.regions[run.region])
                 for local, canonical in fragments(run, block):
+                    assert local.start >= run.local_offset
                     stored[block, canonical] = rank.regions[run.region][local]
                     writes[block, canonical] += 1
     assert (writes == 1).all()
@@ -195,7 +201,7 @@ def strategies_of(draw: st.DrawFn, model: Model) -> Strategy:
     return Strategy(
         tp_size=draw(st.sampled_from(tp_sizes(model))),
         stages=(0, *sorted(cuts)),
-        memory=draw(st.sampled_from(("apart", "stacked", "interleaved"))),
+        memory=draw(st.sampled_from(("apart", "stacked", "downwards", "interleaved"))),
         padding=draw(st.sampled_from((0, 0, 5))),
     )
 
@@ -205,7 +211,7 @@ def order_of(ranks: list[Rank]) -> str:
     return order
 
 
-@settings(deadline=None, max_examples=250)
+@settings(patient, max_examples=250)
 @given(st.data())
 def test_blocks_stored_under_one_strategy_load_under_any_other(data: st.DataObject) -> None:
     model = data.draw(models())
@@ -235,7 +241,7 @@ def test_blocks_stored_under_one_strategy_load_under_any_other(data: st.DataObje
             np.testing.assert_array_equal(found, wanted)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(patient, max_examples=150)
 @given(st.data())
 def test_a_block_without_parallelism_is_all_layers_with_all_heads_in_element_order(
     data: st.DataObject,
@@ -251,7 +257,7 @@ def test_a_block_without_parallelism_is_all_layers_with_all_heads_in_element_ord
     np.testing.assert_array_equal(gather(ranks, layout, model.blocks), expected)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(patient, max_examples=150)
 @given(st.data())
 def test_every_replica_could_write_and_each_writes_its_share(data: st.DataObject) -> None:
     model = data.draw(models())
@@ -269,7 +275,7 @@ def test_every_replica_could_write_and_each_writes_its_share(data: st.DataObject
     assert sum(rank.shard.block_bytes for rank in ranks) == replicas * layout.block_bytes
 
 
-@settings(deadline=None, max_examples=100)
+@settings(patient, max_examples=100)
 @given(st.data())
 def test_an_engine_that_lacks_a_rank_or_has_one_twice_is_refused(data: st.DataObject) -> None:
     model = data.draw(models())
@@ -297,6 +303,17 @@ def test_head_major_layers_in_one_region_become_one_strided_run() -> None:
     assert (whole.count, whole.fragment) == (1, layout.block_bytes)
 
 
+def test_neighbouring_layers_of_different_sizes_are_not_taken_for_one_run() -> None:
+    narrow = KvTensor("l.1", 0, (4, 2, 3, 4), (54, 12, 4, 1), 1, 30)
+    wide = KvTensor("l.0", 0, (4, 2, 3, 5), (54, 15, 5, 1), 1, 0)
+    shards = [shard_of(ModelShape(4), Parallel(2, tp_rank), (wide, narrow), 4, 3) for tp_rank in range(2)]
+    layout = canonical_layout(shards)
+    for each in shards:
+        runs = place(each, layout)
+        assert [run.fragment for run in runs] == [30, 24]
+        assert sum(run.size for run in runs) == each.block_bytes == 54
+
+
 # -- what is refused -----------------------------------------------------------------------------------------
 
 GOOD = KvTensor("l.0", 0, (4, 2, 3, 5), (30, 15, 5, 1), 2, 0)
@@ -314,6 +331,7 @@ def shard(*tensors: KvTensor, model: ModelShape = TWO_HEADS, parallel: Parallel 
         replace(GOOD, stride=(30, 15, 5, 2)),
         replace(GOOD, stride=(30, 16, 5, 1)),
         replace(GOOD, stride=(40, 5, 11, 1)),
+        replace(GOOD, stride=(40, 6, 10, 1)),
         replace(GOOD, stride=(29, 15, 5, 1)),
         replace(GOOD, stride=(-30, 15, 5, 1)),
         replace(GOOD, stride=(0, 15, 5, 1)),
@@ -370,7 +388,7 @@ def test_layers_that_overlap_in_memory_are_refused_but_two_names_for_one_tensor_
         shard(GOOD, replace(GOOD, name="l.1", stride=(60, 15, 5, 1)))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(patient, max_examples=300)
 @given(
     blocks=st.integers(1, 4),
     strides=st.tuples(st.integers(30, 90), st.integers(30, 90)) | st.integers(30, 90).map(lambda s: (s, s)),
@@ -445,7 +463,7 @@ def test_layers_are_ordered_by_number_not_by_text() -> None:
     assert sorted(backwards, key=natural_order) == ordered
 
 
-@settings(deadline=None)
+@settings(patient)
 @given(st.lists(st.text(alphabet="0123a.²٣", max_size=5), unique=True, min_size=2))
 def test_the_order_of_any_names_is_total_and_does_not_depend_on_who_came_first(names: list[str]) -> None:
     ordered, backwards = sorted(names, key=natural_order), names[::-1]

@@ -244,6 +244,18 @@ def test_a_lease_ends_with_its_release_and_covers_its_blocks_only(make_ranks: Ca
         ranks.load(0, 3, lease, 0, [0])
 
 
+def test_unrelated_blocks_are_leased_where_they_are_found(make_ranks: Callable[..., Ranks]) -> None:
+    ranks = make_ranks()
+    for rank in range(2):
+        ranks.store(rank, 1, [KEYS[1], KEYS[3]], [0, 1])
+    found = ranks.call(0, "acquire", {"keys": Keys.of(KEYS[:4]).blob})
+    assert found["found"] == bytes([0, 1, 0, 1])
+    assert ranks.load(0, 2, found["lease"], 3, [2]) == {"loaded": 1}
+    with pytest.raises(UsageError):
+        ranks.load(0, 3, found["lease"], 2, [2])
+    assert ranks.call(0, "acquire", {"keys": KEYS[0]}) == {"found": bytes(1), "lease": 0}
+
+
 def test_an_engine_that_lost_a_rank_is_not_ready(make_ranks: Callable[..., Ranks]) -> None:
     ranks = make_ranks()
     ranks.call(1, "bye")

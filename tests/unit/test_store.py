@@ -464,11 +464,12 @@ def test_a_tenant_that_is_not_used_any_more_gives_its_room_to_one_that_is() -> N
 
 
 def test_a_newcomer_takes_from_the_one_that_has_most_not_from_one_within_its_share() -> None:
-    store, small, large = two_models(24)
+    store, small, large = two_models(22)
     newcomer = store.open_namespace(b"n" * 32, 2 * ALIGNMENT)
     idle = chain("idle", 16)
     put(store, small, idle)
     put_each(store, large, chain("fill", 26))
+    assert store.blocks.slots.free_extents() == 0
     assert put(store, newcomer, chain("new", 1))[0] >= 0
     assert hits(store, small, idle) == 16
 
@@ -484,6 +485,20 @@ def test_a_stream_that_has_its_share_takes_nothing_from_one_that_is_in_use_and_h
         for namespace, keys in ((small, hot), (third, rare)):
             store.release(held(store, namespace, keys), "reader")
         assert (hits(store, small, hot), hits(store, third, rare)) == (40, 8)
+
+
+def test_a_head_that_all_prefixes_share_is_not_given_up_for_the_room_of_one_span() -> None:
+    store = BlockStore(20_000 * ALIGNMENT, Lru, 40 * ALIGNMENT)
+    small, large = store.open_namespace(b"s" * 32, SMALL), store.open_namespace(b"l" * 32, LARGE)
+    root = chain("root", 1)
+    reservations = [store.reserve(small, None, root, "writer")]
+    reservations += [store.reserve(small, root[0], chain(f"branch {number}", 1), "writer") for number in range(19_999)]
+    for reservation in reservations:
+        store.commit(reservation)
+    slots = [put(store, large, [typed_digest("new", number)])[0] for number in range(5)]
+    assert slots[-1] >= 0
+    assert store.contains(small, root[0])
+    assert store.blocks.counters["evicted_blocks"] <= 200
 
 
 def test_a_pinned_tenant_keeps_its_room_whoever_asks() -> None:

@@ -1,0 +1,195 @@
+"""Look-ups of the scheduler connector: every part of a prefix is asked for at once, one answer comes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllm.logger import init_logger
+
+from hpkv_client.errors import HpkvError, Unreachable
+from hpkv_client.prefix import Found
+from hpkv_client.session import SessionKeeper
+from hpkv_client.settings import Settings
+from hpkv_client.transport import Channel
+from hpkv_client.wire import Reply
+from hpkv_vllm.metadata import Part
+
+log = init_logger("vllm.hpkv.lookup")
+
+READY_WAIT_SECONDS = 10.0
+STEP_WAIT_SECONDS = 0.002
+"""Most time one scheduling step spends waiting for look-ups, over all requests."""
+RESET_SECONDS = 2.0
+MAX_KEYS = 1 << 15
+
+
+@dataclass(slots=True)
+class Lookup:
+    """One prefix that is asked for. ``found`` and ``leases`` are by part; complete when ``waiting`` is empty."""
+
+    asked: float
+    waiting: dict[int, int] = field(default_factory=dict)
+    """Request id on the wire -> index of the part."""
+    found: dict[int, Found] = field(default_factory=dict)
+    leases: dict[int, int] = field(default_factory=dict)
+    given_up: bool = False
+    """Nobody waits for it any more; leases that still come are given back at once."""
+
+    @property
+    def open(self) -> bool:
+        """Whether an answer is still worth waiting for."""
+        return bool(self.waiting) and not self.given_up
+
+
+class Directory:
+    """The daemon as the scheduler sees it: one session for each part of the engine. Engine core's thread only."""
+
+    def __init__(self, settings: Settings, engine: str, parts: Sequence[Part]) -> None:
+        path = Path(settings.socket)
+        self.parts = tuple(parts)
+        self._settings = settings
+        self._channel = Channel(path)
+        self._lookups: dict[int, Lookup] = {}
+        self._sessions: list[int] = []
+        self._wait_left = STEP_WAIT_SECONDS
+        self._keepers = [
+            SessionKeeper(
+                path,
+                {"name": "scheduler", "engine": f"{engine}/{part.name}", "instance": settings.instance},
+            )
+            for part in self.parts
+        ]
+        for keeper in self._keepers:
+            keeper.start()
+        deadline = time.monotonic() + READY_WAIT_SECONDS
+        for keeper in self._keepers:
+            keeper.wait(deadline - time.monotonic(), lambda link: link.usable or bool(link.problem))
+
+    @property
+    def usable(self) -> bool:
+        """Whether every part can be asked for and moved."""
+        return bool(self._keepers) and all(keeper.link.usable for keeper in self._keepers)
+
+    def _suspect(self) -> None:
+        for keeper in self._keepers:
+            keeper.suspect()
+
+    def ask(self, keys: Sequence[Sequence[bytes]]) -> Lookup | None:
+        """Ask for the leading ``keys[i]`` of each part; None when there is nobody to ask."""
+        if not self.usable:
+            return None
+        sessions = [keeper.link.session for keeper in self._keepers]
+        if sessions != self._sessions:
+            # Another life of the daemon: what the last one was asked is never answered.
+            self._sessions = sessions
+            self._lookups.clear()
+        lookup = Lookup(time.monotonic())
+        for index, part in enumerate(self.parts):
+            verb = "acquire" if part.window_tokens else "match"
+            body = {"keys": b"".join(keys[index][:MAX_KEYS])}
+            try:
+                request = self._channel.send(verb, body, self._keepers[index].link.session)
+            except Unreachable:
+                self._suspect()
+                return None
+            lookup.waiting[request] = index
+            self._lookups[request] = lookup
+        return lookup
+
+    def answered(self, lookup: Lookup) -> bool:
+        """Whether all answers are in; waits for them within the step's budget.
+
+        A daemon that stays silent for longer than the submit deadline counts as down: the answer is then that
+        nothing was found.
+        """
+        started = time.monotonic()
+        self.receive()
+        if lookup.open and self._wait_left > 0:
+            self.receive(self._wait_left)
+            self._wait_left -= time.monotonic() - started
+        if not lookup.open:
+            return True
+        if time.monotonic() - lookup.asked < self._settings.submit_deadline_ms / 1000:
+            return False
+        log.warning("HPKV: no answer to a look-up within %d ms", self._settings.submit_deadline_ms)
+        for silent in self._lookups.values():
+            self._give_up(silent)
+        self._suspect()
+        return True
+
+    def _give_up(self, lookup: Lookup) -> None:
+        lookup.given_up = True
+        self.release(lookup.leases)
+        lookup.leases = {}
+        lookup.found.clear()
+
+    def receive(self, timeout: float = 0.0) -> None:
+        """Take the replies that are here, waiting up to ``timeout`` seconds for the first."""
+        for reply in self._channel.replies(timeout):
+            lookup = self._lookups.pop(reply.id, None)
+            if lookup is not None:
+                self._take(lookup, lookup.waiting.pop(reply.id), reply)
+
+    def _take(self, lookup: Lookup, index: int, reply: Reply) -> None:
+        part = self.parts[index]
+        if not reply.ok:
+            # The daemon restarted or lost a rank: look at once, not at the next heartbeat.
+            self._suspect()
+            lookup.found[index] = Found(part.block_tokens, part.window_tokens)
+            return
+        body = reply.body
+        lookup.found[index] = Found(part.block_tokens, part.window_tokens, body.get("hit", 0), body.get("found", b""))
+        if body["lease"] and lookup.given_up:
+            self.release({index: body["lease"]})
+        elif body["lease"]:
+            lookup.leases[index] = body["lease"]
+
+    def new_step(self) -> None:
+        """The next scheduling step has its own budget for waiting."""
+        self.receive()
+        self._wait_left = STEP_WAIT_SECONDS
+
+    def drop(self, lookup: Lookup | None) -> None:
+        """Nobody needs the look-up any more: give its leases back, also those that are still to come."""
+        if lookup is not None:
+            self._give_up(lookup)
+
+    def release(self, leases: dict[int, int]) -> None:
+        """Give leases back, by part."""
+        for index, lease in leases.items():
+            link = self._keepers[index].link
+            if not link.usable:
+                continue
+            try:
+                self._channel.send("release", {"lease": lease}, link.session)
+            except Unreachable:
+                self._suspect()
+                return
+
+    def reset(self) -> bool:
+        """Forget the engine's blocks in the daemon; False if that could not be confirmed."""
+        if not self.usable:
+            return False
+        channel = Channel(self._channel.socket_path)
+        try:
+            for keeper in self._keepers:
+                channel.session = keeper.link.session
+                channel.call("reset", {}, RESET_SECONDS)
+        except HpkvError as problem:
+            log.warning("HPKV: reset failed: %s", problem)
+            return False
+        finally:
+            channel.close()
+        return True
+
+    def close(self) -> None:
+        """Leave the daemon politely."""
+        for keeper in self._keepers:
+            keeper.stop()
+        self._channel.close()
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self.parts)

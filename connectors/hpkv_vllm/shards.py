@@ -1,0 +1,134 @@
+"""What one rank registers: its tensors, sorted into parts, as bodies of the verb ``register``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpkv_client.errors import LayoutRefused
+from hpkv_client.memory import SharedMemory
+from hpkv_client.topology import KvTensor, ModelShape, Parallel, element_order, shard_of, split_heads
+from hpkv_client.types import RankShard, typed_digest
+from hpkv_client.wire import Body, handle_to_wire, shard_to_wire
+from hpkv_vllm import compat
+from hpkv_vllm.identity import fingerprint
+from hpkv_vllm.metadata import Part
+
+_PATTERN = 251
+"""Prime, so that the check's pattern does not repeat with any power of two."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartShard:
+    """One part as this rank holds it; ``shard.layers`` may be empty on a pipeline stage."""
+
+    part: Part
+    shard: RankShard
+    registration: Body
+
+
+def shards_of(
+    vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any], memory: compat.KvMemory, control: SharedMemory
+) -> list[PartShard]:
+    """Every part of the engine, in the same order on every rank.
+
+    Raises ``LayoutRefused`` for anything that cannot be proven, ``ConfigError`` for weak prefix hashes.
+    """
+    groups = compat.groups_of(kv_cache_config)
+    shapes = compat.model_shapes(vllm_config)
+    parallel = compat.parallel_of(vllm_config)
+    tensors, regions = compat.kv_tensors(kv_caches, memory)
+    base = fingerprint(vllm_config, kv_cache_config)
+    orders = {element_order(tensor) for tensor in tensors}
+    if len(orders) != 1:
+        raise LayoutRefused(f"layers of one rank are laid out differently: {sorted(orders)}")
+    order = orders.pop()
+    common = {
+        "rank": parallel.rank,
+        "world": parallel.world,
+        "model": _model_name(vllm_config),
+        "place": f"tp{parallel.tp_rank} pp{parallel.pp_rank}",
+        "device": "cpu",
+        "regions": [handle_to_wire(region.handle) for region in regions],
+        "control": handle_to_wire(control.handle),
+    }
+    found = []
+    for group in groups:
+        names = set(kv_cache_config.kv_cache_groups[group.number].layer_names)
+        sorted_tensors = _by_shape([tensor for tensor in tensors if tensor.name in names], shapes, parallel)
+        for index, (shape, mine) in enumerate(sorted_tensors.items()):
+            if not mine and parallel.pp_size == 1:
+                continue
+            part = Part(f"g{group.number}s{index}", group.number, group.block_tokens, group.window_tokens)
+            shard = shard_of(shape, parallel, mine, kv_cache_config.num_blocks, group.block_tokens)
+            for tensor in mine:
+                prove_runs(tensor, shard, kv_caches[tensor.name], regions[tensor.region])
+            registration = common | {
+                "namespace": part_namespace(base, part, order),
+                "block_tokens": group.block_tokens,
+                **shard_to_wire(shard),
+            }
+            found.append(PartShard(part, shard, registration))
+    return found
+
+
+def _model_name(vllm_config: Any) -> str:
+    model = vllm_config.model_config
+    name = model.served_model_name or model.model
+    return str(name if isinstance(name, str) else name[0])[:256]
+
+
+def part_namespace(base: bytes, part: Part, order: str) -> bytes:
+    """The namespace of one part: the engine's, the part's place in it, and the order of its elements."""
+    return typed_digest(base, part.name, part.window_tokens, order)
+
+
+def _by_shape(
+    tensors: list[KvTensor], shapes: list[ModelShape], parallel: Parallel
+) -> dict[ModelShape, list[KvTensor]]:
+    """The tensors under the model (or draft model) whose split of heads they show."""
+    sorted_tensors: dict[ModelShape, list[KvTensor]] = {shape: [] for shape in shapes}
+    locals_of = {shape: split_heads(shape, parallel) for shape in shapes}
+    for tensor in tensors:
+        heads = tensor.shape[1] if len(tensor.shape) == 4 else 1
+        fitting = [shape for shape, split in locals_of.items() if split.local == heads]
+        if not fitting:
+            raise LayoutRefused(f"layer {tensor.name}: {heads} KV heads per rank fit neither model nor draft model")
+        if len(fitting) > 1:
+            raise LayoutRefused(f"layer {tensor.name}: {heads} KV heads per rank fit both model and draft model")
+        sorted_tensors[fitting[0]].append(tensor)
+    return sorted_tensors
+
+
+def prove_runs(tensor: KvTensor, shard: RankShard, view: Any, region: SharedMemory) -> None:
+    """Write a pattern through the engine's own view of its first and last block, read it back through the runs.
+
+    The engine has just allocated its cache and uses no block yet; the blocks are zeroed again. Raises
+    ``LayoutRefused`` when the runs do not name exactly the bytes that the engine's view names.
+    """
+    import torch
+
+    layer = next(layer for layer in shard.layers if layer.name == tensor.name)
+    memory = np.frombuffer(region.mapping, np.uint8)
+    for block in {0, shard.blocks - 1}:
+        elements = view[block]
+        size = elements.numel() * elements.element_size()
+        pattern = (np.arange(size, dtype=np.int64) * 7 + block) % _PATTERN
+        wanted = torch.from_numpy(pattern.astype(np.uint8)).view(elements.dtype).reshape(elements.shape)
+        elements.copy_(wanted)
+        got = np.concatenate(
+            [
+                memory[start : start + run.fragment]
+                for run in layer.runs
+                for i in range(run.count)
+                for start in [run.local_offset + block * run.block_stride + i * run.local_step]
+            ]
+        )
+        order = elements if element_order(tensor) == "hnd" else elements.transpose(0, 1)
+        expected = order.contiguous().view(torch.uint8).numpy().reshape(-1).copy()
+        elements.zero_()
+        if not np.array_equal(got, expected):
+            raise LayoutRefused(f"layer {tensor.name}: its memory does not lie where its strides say")

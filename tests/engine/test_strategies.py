@@ -1,0 +1,161 @@
+"""Strategies and model kinds, one engine each: recognised by itself, stored once, hit again, with equal answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from adapters import make_adapter
+from vllm_server import BLOCK_TOKENS, Topology, Vllm, full_hit, prompt
+
+from examples.tiny_model import make
+from tests.conftest import DaemonFactory, DaemonHandle
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+LENGTHS = (320, 517, 700)
+EXPERTS = Path(__file__).with_name("expert_parallel_patch")
+
+
+class Site:
+    """An engine of some kind on a daemon of its own."""
+
+    def __init__(self, daemon: DaemonHandle, engine: Vllm) -> None:
+        self.daemon = daemon
+        self.engine = engine
+        self._channel = daemon.client()
+
+    def stats(self) -> dict[str, int]:
+        """The daemon's statistics."""
+        return self._channel.call("stats", {}, 5)
+
+    def ranks(self) -> list[dict[str, object]]:
+        """What the daemon knows of the ranks."""
+        return [rank for engine in self._channel.call("info", {}, 5)["engines"] for rank in engine["ranks"]]
+
+    def settle(self) -> dict[str, int]:
+        """Statistics once nothing moves any more."""
+        deadline = time.monotonic() + 20
+        while (stats := self.stats())["pool_reserved_blocks"] or stats["leases"]:
+            assert time.monotonic() < deadline, stats
+            time.sleep(0.02)
+        return stats
+
+    def hit_again(self, seed: int, length: int, block_tokens: int = BLOCK_TOKENS, **more: object) -> None:
+        """Cold, by the engine's own cache, and by the daemon: the last two see the same KV, bit for bit."""
+        tokens = prompt(seed, length)
+        before = self.settle()
+        assert self.engine.ask(tokens, **more).cached == 0
+        stored = self.settle()["stored_blocks"] - before["stored_blocks"]
+        assert stored >= length // block_tokens
+        own = self.engine.ask(tokens, **more)
+        self.settle()
+        self.engine.reset_local()
+        loaded = self.stats()["loaded_blocks"]
+        theirs = self.engine.ask(tokens, **more)
+        expected = (length - 1) // block_tokens * block_tokens
+        assert (own.cached, theirs.cached) == (expected, expected)
+        assert theirs.tokens == own.tokens
+        assert self.stats()["loaded_blocks"] > loaded
+
+
+@pytest.fixture
+def site(daemons: DaemonFactory, model: Path, tmp_path: Path) -> object:
+    """``site(topology, *flags, model=None, **env)`` as a context manager."""
+
+    @contextmanager
+    def open_site(topology: Topology, *flags: str, model_name: str = "", **env: object) -> Iterator[Site]:
+        path = make(model_name, model.parent, dtype="float32") if model_name else model
+        daemon = daemons(HPKV_KV_MEM_POOL_SIZE="128m", HPKV_SUBMIT_DEADLINE_MS=5000)
+        environment = daemon.env | {name: str(value) for name, value in env.items()}
+        engine = Vllm(path, topology, environment, tmp_path / "engine.log", *flags)
+        try:
+            yield Site(daemon, engine.wait_ready())
+            assert daemon.client().call("check", {}, 5)["ok"]
+        finally:
+            engine.kill()
+            daemon.close()
+
+    return open_site
+
+
+def test_one_latent_for_all_ranks_is_stored_once_by_writers_in_turn(site) -> None:
+    with site(Topology("mla-tp2", tp=2), "--dtype=bfloat16", model_name="deepseek-v2") as node:
+        for seed, length in enumerate(LENGTHS):
+            node.hit_again(seed, length)
+        ranks = node.ranks()
+        assert [(rank["replicas"], rank["replica"]) for rank in ranks] == [(2, 0), (2, 1)]
+        stats = node.stats()
+        assert stats["stored_bytes"] == stats["stored_blocks"] * ranks[0]["block_bytes"]
+        assert stats["pool_resident_bytes"] == stats["pool_resident_blocks"] * ranks[0]["block_bytes"]
+
+
+def test_one_kv_head_on_two_ranks_is_stored_once(site) -> None:
+    with site(Topology("1kv-tp2", tp=2), model_name="qwen2-1kv") as node:
+        for seed, length in enumerate(LENGTHS):
+            node.hit_again(seed, length)
+        ranks = node.ranks()
+        assert [(rank["replicas"], rank["replica"]) for rank in ranks] == [(2, 0), (2, 1)]
+        stats = node.stats()
+        assert stats["pool_resident_bytes"] == stats["pool_resident_blocks"] * ranks[0]["block_bytes"]
+
+
+@pytest.mark.parametrize("split", ["1,4", "2,3"])
+def test_stages_of_any_sizes(site, split: str) -> None:
+    with site(Topology("pp2", pp=2), VLLM_PP_LAYER_PARTITION=split) as node:
+        node.hit_again(1, 700)
+        assert [rank["layers"] for rank in node.ranks()] == [int(part) for part in split.split(",")]
+
+
+def test_experts_over_ranks(site) -> None:
+    topology = Topology("ep", tp=2)
+    with site(topology, "--enable-expert-parallel", model_name="qwen3-moe", PYTHONPATH=EXPERTS) as node:
+        node.hit_again(1, 700)
+
+
+def test_eight_bit_kv(site) -> None:
+    with site(Topology("fp8"), "--kv-cache-dtype=fp8") as node:
+        node.hit_again(1, 700)
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
+        {"method": "draft_model", "num_speculative_tokens": 3, "model": "qwen2-1kv"},
+    ],
+    ids=["ngram", "draft"],
+)
+def test_speculative_decoding(site, model: Path, speculation: dict[str, object]) -> None:
+    if "model" in speculation:
+        speculation = speculation | {"model": str(make("qwen2-1kv", model.parent, dtype="float32"))}
+    with site(Topology("spec"), f"--speculative-config={json.dumps(speculation)}") as node:
+        node.hit_again(1, 700)
+        node.hit_again(2, 517)
+
+
+def test_adapters_never_share_with_each_other_or_the_base(site, model: Path, tmp_path: Path) -> None:
+    paths = [make_adapter(tmp_path / name, model, seed) for seed, name in enumerate(("one", "two"))]
+    modules = [f"{path.name}={path}" for path in paths]
+    flags = ["--enable-lora", "--max-lora-rank=8", "--lora-modules", *modules]
+    with site(Topology("lora"), *flags) as node:
+        tokens = prompt(1, 517)
+        for name in ("one", "two", "tiny"):
+            assert node.engine.ask(tokens, model=name).cached == 0
+        node.settle()
+        node.engine.reset_local()
+        assert [node.engine.ask(tokens, model=name).cached for name in ("two", "tiny", "one")] == [full_hit(517)] * 3
+
+
+def test_replicas_of_the_engine_share(site) -> None:
+    topology = Topology("dp2")
+    with site(topology, "--data-parallel-size=2", VLLM_CPU_OMP_THREADS_BIND="0|1") as node:
+        tokens = prompt(1, 700)
+        assert node.engine.ask(tokens, replica=0).cached == 0
+        node.settle()
+        assert node.engine.ask(tokens, replica=1).cached == full_hit(700)
+        assert node.stats()["stored_blocks"] == 700 // BLOCK_TOKENS

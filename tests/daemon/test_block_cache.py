@@ -366,8 +366,8 @@ def test_a_load_that_comes_too_late_spoils_nothing(live: Observed) -> None:
         with pytest.raises(Unreachable):
             cache.get(list(old))
         # The mover still has a slice of that load in hand, for the same arena.
-        live.faults("")
         wait_until(lambda: put_or_none(cache, new), 6.0)
+        live.faults("")
         assert reader.get(list(new)) == list(new.values())
 
 

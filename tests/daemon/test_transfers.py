@@ -476,11 +476,12 @@ def test_a_load_that_fails_anywhere_says_so(live: Observed, nth: int) -> None:
         assert [rank.block(8 + n).tobytes() for n in range(8)] == [content(key, 4096) for key in prefix]
 
 
-def test_a_store_that_is_withdrawn_while_it_runs_never_becomes_visible(live: Observed) -> None:
+@pytest.mark.parametrize("blocks", [2, 6], ids=["in its last slice", "before its last slice"])
+def test_a_store_that_is_withdrawn_while_it_runs_never_becomes_visible(live: Observed, blocks: int) -> None:
     with rank_of(live, LARGE, 6) as rank:
         live.faults("store=delay:0.08")
         job = rank.next_job()
-        request = rank.ask_store(hashes(*range(6)), range(6), job=job)
+        request = rank.ask_store(hashes(*range(blocks)), range(blocks), job=job)
         wait_until(lambda: not rank.control.quiet())
         rank.control.withdraw_through(job)
         wait_until(rank.control.quiet)
@@ -740,4 +741,11 @@ def test_leases_end_by_themselves_but_not_under_a_load() -> None:
             idle.load(forgotten, [0])
         assert rank.load(lease, [16]) == 1
         live.settle(sessions=2, engines=2)
+        live.faults("load=delay:0.07")
+        blocks = pack_blocks(range(16))
+        request = rank.ask("get", job=rank.next_job(), keys=rank.keys(prefix), blocks=blocks)
+        time.sleep(0.9)
+        assert live.gauges()["pool_pinned_blocks"] == 16
+        assert rank.reply(request).result()["found"] == b"\x01" * 16
+        assert live.gauges()["leases"] == 0
         assert live.stats()["expired_leases"] == 2

@@ -117,6 +117,21 @@ def test_experts_over_ranks(site) -> None:
         node.hit_again(1, 700)
 
 
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
+def test_sliding_windows_load_only_what_the_window_needs(site, name: str) -> None:
+    with site(Topology("window"), model_name=name) as node:
+        before = node.stats()["loaded_blocks"]
+        node.hit_again(1, 1000)
+        loaded = node.stats()["loaded_blocks"] - before
+        groups = len(node.daemon.client().call("info", {}, 5)["engines"])
+        assert groups > 1
+        whole, window = full_hit(1000) // BLOCK_TOKENS, 128 // BLOCK_TOKENS
+        assert loaded == whole + (groups - 1) * window
+        # A shorter prefix needs other window blocks: they are there too.
+        node.engine.reset_local()
+        assert node.engine.ask(prompt(1, 1000)[:500]).cached == full_hit(500)
+
+
 def test_eight_bit_kv(site) -> None:
     with site(Topology("fp8"), "--kv-cache-dtype=fp8") as node:
         node.hit_again(1, 700)

@@ -39,7 +39,7 @@ $(STAMPS)/python:
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "error: HPKV needs Python 3.11 or later and finds none; name one with 'make PYTHON=/path/to/python3 ...'" >&2; exit 1; fi
 	@"$(PYTHON)" -c '$(USABLE)' || { \
-		echo "error: $(PYTHON) is older than Python 3.11; name another with 'make PYTHON=/path/to/python3 ...'" >&2; exit 1; }
+		echo "error: $(PYTHON) is not a Python 3.11 or later; name another with 'make PYTHON=/path/to/python3 ...'" >&2; exit 1; }
 	$(SAY) "creating .venv with $$($(PYTHON) --version)"
 	@[ -x $(BIN)/python ] || "$(PYTHON)" -m venv $(VENV) || { \
 		echo "error: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu install python3-venv" >&2; \

@@ -92,7 +92,7 @@ class Steps:
     """Tells on stderr what is going on, for how long, and what a log said last."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 120)
         self._pause = 0.5 if self._console.is_terminal else 10.0
 
     @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import logging
 import os
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import uvloop
 
-from hpkv_client.settings import Settings
+from hpkv_client.settings import Settings, report
 from hpkv_daemon.core.policy import POLICIES
 from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.locks import InstanceLock
@@ -46,7 +45,11 @@ _NICE = -10
 def _claim_priority() -> None:
     try:
         os.setpriority(os.PRIO_PROCESS, 0, _NICE)
-    except PermissionError:
+        # Where the kernel groups processes by session, this is what counts against other sessions.
+        Path("/proc/self/autogroup").write_text(str(_NICE))
+    except FileNotFoundError:
+        return
+    except OSError:
         log.info("running at normal priority (no right to raise it)")
 
 
@@ -79,6 +82,7 @@ async def _run(settings: Settings, origins: dict[str, str], pool: Pool, stop: _S
     if settings.faults:
         log.warning("fault hooks are on: %s", settings.faults)
     router = Router(Path(settings.socket), settings.socket_mode, settings.socket_group, loop)
+    reported = report(settings, origins)
     identity = Identity(
         pid=os.getpid(),
         epoch=new_epoch(),
@@ -88,8 +92,8 @@ async def _run(settings: Settings, origins: dict[str, str], pool: Pool, stop: _S
         pool_path=str(pool.path),
         pool_bytes=pool.size,
         policy=settings.policy,
-        settings={name: _plain(value) for name, value in dataclasses.asdict(settings).items()},
-        origins=origins,
+        settings=reported["settings"],
+        origins=reported["origins"],
     )
 
     def host_mover() -> Mover:
@@ -138,10 +142,6 @@ async def _tick(service: Service) -> None:
         ticks += 1
         if ticks % _FREEZE_EVERY == 0:
             gc.freeze()
-
-
-def _plain(value: object) -> object:
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 class _Stop:

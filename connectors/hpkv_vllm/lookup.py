@@ -22,6 +22,8 @@ log = init_logger("vllm.hpkv.lookup")
 READY_WAIT_SECONDS = 10.0
 STEP_WAIT_SECONDS = 0.002
 """Most time one scheduling step spends waiting for look-ups, over all requests."""
+IDLE_WAIT_SECONDS = 0.01
+"""The same, after a step that computed nothing: the answer is all there is to wait for."""
 RESET_SECONDS = 2.0
 MAX_KEYS = 1 << 15
 
@@ -147,10 +149,10 @@ class Directory:
         elif body["lease"]:
             lookup.leases[index] = body["lease"]
 
-    def new_step(self) -> None:
-        """The next scheduling step has its own budget for waiting."""
+    def new_step(self, idle: bool) -> None:
+        """The next scheduling step has its own budget for waiting. ``idle``: this one computes nothing."""
         self.receive()
-        self._wait_left = STEP_WAIT_SECONDS
+        self._wait_left = IDLE_WAIT_SECONDS if idle else STEP_WAIT_SECONDS
 
     def drop(self, lookup: Lookup | None) -> None:
         """Nobody needs the look-up any more: give its leases back, also those that are still to come."""

@@ -182,8 +182,9 @@ class SchedulerConnector:
 
     def plan_step(self, output: Any) -> StepMetadata:
         """Loads and stores of this step, for every rank."""
-        self._directory.new_step()
-        metadata = StepMetadata(self._new_loads, idle=output.total_num_scheduled_tokens == 0)
+        idle = output.total_num_scheduled_tokens == 0
+        self._directory.new_step(idle)
+        metadata = StepMetadata(self._new_loads, idle=idle)
         self._new_loads = []
         for request_id in output.preempted_req_ids or ():
             self._forget(request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from collections.abc import Iterable, Mapping
@@ -65,6 +66,7 @@ class WorkerConnector:
         self._pending: dict[int, _Pending] = {}
         """Request id on the wire -> job."""
         self._withdrawing: list[_Pending] = []
+        self._ended_mover = 0
         self._loading: dict[str, int] = {}
         """Request -> pieces of its load that are under way."""
         self._failed_pieces: set[str] = set()
@@ -174,7 +176,8 @@ class WorkerConnector:
         if self._channel is None:
             return
         waiting = bool(self._pending or self._withdrawing)
-        pause = IDLE_WAIT_SECONDS if idle and waiting and not (self._loaded or self._stored) else 0.0
+        # Also a rank that is through: it would take the core that the mover needs for the others.
+        pause = IDLE_WAIT_SECONDS if idle and not (self._loaded or self._stored) else 0.0
         for reply in self._channel.replies(pause):
             self._take(reply)
         if waiting:
@@ -227,12 +230,12 @@ class WorkerConnector:
             return True
         mover = self._control.mover_pid
         try:
-            os.kill(mover, 0)
-            if now - self._withdrawing[0].withdrawn > FROZEN_SECONDS:
+            if _has_ended(mover):
+                return True
+            if mover != self._ended_mover and now - self._withdrawing[0].withdrawn > FROZEN_SECONDS:
+                self._ended_mover = mover
                 log.warning("HPKV: mover %d is frozen in the middle of a copy, ending it", mover)
                 os.kill(mover, signal.SIGKILL)
-        except ProcessLookupError:
-            return True
         except PermissionError:
             # Another user's mover: it is alive, so its word is needed. The blocks stay taken meanwhile.
             return False
@@ -258,3 +261,18 @@ class WorkerConnector:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+
+
+def _has_ended(mover: int) -> bool:
+    """Whether the process holds no mapping any more: gone, a zombie, or its number is another program's by now."""
+    try:
+        pidfd = os.pidfd_open(mover)
+    except (ProcessLookupError, ValueError):
+        return True
+    try:
+        ended = bool(select.select([pidfd], [], [], 0)[0])
+        return ended or b"hpkv_daemon.movers" not in Path(f"/proc/{mover}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return True
+    finally:
+        os.close(pidfd)

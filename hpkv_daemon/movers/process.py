@@ -30,6 +30,7 @@ SLICE_BYTES = 8 << 20
 """Bytes copied before the process looks for messages: about 2 ms."""
 
 _NICE = -10
+_POPULATE_PAUSE_MS = 20
 POPULATE_BYTES = 32 << 20
 _MADV_POPULATE_WRITE = 23
 """linux/mman.h, since Linux 5.14: maps pages without changing them, so the first copies do not fault."""
@@ -69,12 +70,13 @@ class MoverProcess:
                 self._obey(message)
             if self._loads or self._stores:
                 self._copy_slice()
-            elif self._populated < len(self._pool):
-                self._populate()
             else:
                 events = select.POLLIN if self._link.flush() else select.POLLIN | select.POLLOUT
                 poller.modify(self._link, events)
-                poller.poll()
+                # Pages are mapped ahead only while there is nothing else to do, for the engine as well.
+                rest = self._populated < len(self._pool)
+                if not poller.poll(_POPULATE_PAUSE_MS if rest else None) and rest:
+                    self._populate()
 
     def _obey(self, message: list[Any]) -> None:
         verb, number, *rest = message

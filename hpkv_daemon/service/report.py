@@ -26,8 +26,8 @@ class Identity:
     pool_path: str
     pool_bytes: int
     policy: str
-    settings: dict[str, Any]
-    origins: dict[str, str]
+    settings: dict[str, object]
+    origins: dict[str, object]
 
 
 def describe(

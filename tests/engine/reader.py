@@ -22,19 +22,20 @@ import json, sys
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 kv_cache_utils.init_none_hash(sha256)
-tokens, block = json.loads(sys.argv[1])
+tokens, block, salt = json.loads(sys.argv[1])
 hashes = []
 for start in range(0, len(tokens) - block + 1, block):
     parent = hashes[-1] if hashes else None
-    hashes.append(kv_cache_utils.hash_block_tokens(sha256, parent, tokens[start : start + block], None))
+    extra = (("cache_salt", salt),) if salt and not hashes else None
+    hashes.append(kv_cache_utils.hash_block_tokens(sha256, parent, tokens[start : start + block], extra))
 print("hashes", *(bytes(one).hex() for one in hashes))
 """
 
 
 @cache
-def prefix_hashes(tokens: tuple[int, ...], block_tokens: int) -> list[bytes]:
-    """vLLM's own hashes of the full blocks of a prompt (sha256, no extra keys), from a process of its own."""
-    command = [sys.executable, "-W", "ignore", "-c", _HASH_PROGRAM, json.dumps([tokens, block_tokens])]
+def prefix_hashes(tokens: tuple[int, ...], block_tokens: int, salt: str = "") -> list[bytes]:
+    """vLLM's own hashes of the full blocks of a prompt (sha256), from a process of its own."""
+    command = [sys.executable, "-W", "ignore", "-c", _HASH_PROGRAM, json.dumps([tokens, block_tokens, salt])]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     line = next(line for line in said.splitlines() if line.startswith("hashes"))
     return [bytes.fromhex(one) for one in line.split()[1:]]
@@ -73,10 +74,10 @@ class Reader:
             time.sleep(0.01)
         self._job = 0
 
-    def blocks(self, tokens: list[int], block_tokens: int) -> list[npt.NDArray[np.float32]]:
+    def blocks(self, tokens: list[int], block_tokens: int, salt: str = "") -> list[npt.NDArray[np.float32]]:
         """The resident leading blocks of a prompt, as float32."""
         make = KeyMaker(self._namespace, 0)
-        keys = b"".join(make(prefix) for prefix in prefix_hashes(tuple(tokens), block_tokens))
+        keys = b"".join(make(prefix) for prefix in prefix_hashes(tuple(tokens), block_tokens, salt))
         matched = self._channel.call("match", {"keys": keys}, 5)
         if not matched["hit"]:
             return []

@@ -104,13 +104,6 @@ def test_one_kv_head_on_two_ranks_is_stored_once(site) -> None:
         assert stats["pool_resident_bytes"] == stats["pool_resident_blocks"] * ranks[0]["block_bytes"]
 
 
-@pytest.mark.parametrize("split", ["1,4", "2,3"])
-def test_stages_of_any_sizes(site, split: str) -> None:
-    with site(Topology("pp2", pp=2), VLLM_PP_LAYER_PARTITION=split) as node:
-        node.hit_again(1, 700)
-        assert [rank["layers"] for rank in node.ranks()] == [int(part) for part in split.split(",")]
-
-
 def test_experts_over_ranks(site) -> None:
     topology = Topology("ep", tp=2)
     with site(topology, "--enable-expert-parallel", model_name="qwen3-moe", PYTHONPATH=EXPERTS) as node:
@@ -164,13 +157,3 @@ def test_adapters_never_share_with_each_other_or_the_base(site, model: Path, tmp
         node.settle()
         node.engine.reset_local()
         assert [node.engine.ask(tokens, model=name).cached for name in ("two", "tiny", "one")] == [full_hit(517)] * 3
-
-
-def test_replicas_of_the_engine_share(site) -> None:
-    topology = Topology("dp2")
-    with site(topology, "--data-parallel-size=2", VLLM_CPU_OMP_THREADS_BIND="0|1") as node:
-        tokens = prompt(1, 700)
-        assert node.engine.ask(tokens, replica=0).cached == 0
-        node.settle()
-        assert node.engine.ask(tokens, replica=1).cached == full_hit(700)
-        assert node.stats()["stored_blocks"] == 700 // BLOCK_TOKENS

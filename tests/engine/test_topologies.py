@@ -1,4 +1,4 @@
-"""Stored by one engine, hit by the next: on every topology of one node, with equal answers and equal bytes."""
+"""Stored by one engine, hit by the next, under every strategy of one node: the whole writer x reader matrix."""
 
 from __future__ import annotations
 
@@ -13,50 +13,74 @@ import pytest
 from reader import Reader
 from vllm_server import BLOCK_TOKENS, Answer, Topology, Vllm, full_hit, prompt
 
-from tests.conftest import DaemonFactory, DaemonHandle, without_hpkv
+from tests.conftest import DaemonFactory, DaemonHandle
+from tests.daemons import without_hpkv
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
-TOPOLOGIES = [Topology("tp1"), Topology("tp2", tp=2), Topology("pp2", pp=2), Topology("tp2pp2", tp=2, pp=2)]
-PROMPTS = [prompt(1, 1000), prompt(2, 1037), prompt(3, 1088)]
+TOPOLOGIES = [
+    Topology("tp1"),
+    Topology("tp2", tp=2),
+    Topology("pp2", pp=2),
+    Topology("pp2-1+4", pp=2, stages="1,4"),
+    Topology("tp2pp2", tp=2, pp=2),
+    Topology("dp2", dp=2),
+]
+NAMES = [topology.name for topology in TOPOLOGIES]
+LENGTHS = (1000, 1037, 1088)
 LAYERS = [f"model.layers.{i}.self_attn.attn" for i in range(5)]
 LAYER_BYTES = 4 * BLOCK_TOKENS * 2 * 32 * 4
 """KV heads x tokens x (K and V) x head size x float32."""
 OUTPUT_TOKENS = 100
 
 
+def prompts_of(topology: Topology) -> list[list[int]]:
+    """The prompts that only this topology computes."""
+    return [prompt(1 + 3 * TOPOLOGIES.index(topology) + i, length) for i, length in enumerate(LENGTHS)]
+
+
 @pytest.fixture(scope="module")
-def reference(start_engine) -> list[Answer]:
+def reference(start_engine) -> dict[str, list[Answer]]:
     """Answers of an engine that has the connector but not the switch: exactly an engine without HPKV."""
     environment = without_hpkv(os.environ) | {"VLLM_ENABLE_HPKV": "0"}
     engine = start_engine(Topology("off"), environment)
-    answers = [engine.ask(tokens, OUTPUT_TOKENS) for tokens in PROMPTS]
+    answers = {
+        topology.name: [engine.ask(tokens, OUTPUT_TOKENS) for tokens in prompts_of(topology)] for topology in TOPOLOGIES
+    }
     log = engine.text()
     engine.stop()
     assert log.count("HPKV is off: set VLLM_ENABLE_HPKV=1 to use it") == 1
-    assert [answer.cached for answer in answers] == [0, 0, 0]
+    assert {answer.cached for all_answers in answers.values() for answer in all_answers} == {0}
     return answers
 
 
 @dataclass
-class Run:
-    """What two engines in a row did on one daemon."""
+class Archive:
+    """What six engines, one after the other and each killed, stored in one daemon."""
+
+    daemon: DaemonHandle
+    namespace: bytes
+    cold: dict[str, list[Answer]]
+    stored: dict[str, int]
+    blocks: dict[str, list[list[np.ndarray]]]
+    seconds_to_forget: dict[str, float]
+
+
+@dataclass
+class Second:
+    """A second engine of one topology, after it has asked for what the first one computed."""
 
     topology: Topology
-    daemon: DaemonHandle
-    cold: list[Answer]
+    engine: Vllm
     warm: list[Answer]
-    stored: int
     loaded: int
-    bytes_cold: list[list[np.ndarray]]
-    second: Vllm
 
 
-def kv_bytes(daemon: DaemonHandle, namespace: bytes) -> list[list[np.ndarray]]:
-    """All resident blocks of the three prompts."""
-    reader = Reader(daemon.socket, namespace, LAYERS, LAYER_BYTES, 32)
+def kv(archive_daemon: DaemonHandle, namespace: bytes, prompts: list[list[int]], salt: str = "") -> list:
+    """Resident blocks of prompts, read by key."""
+    reader = Reader(archive_daemon.socket, namespace, LAYERS, LAYER_BYTES, 32)
     try:
-        return [reader.blocks(tokens, BLOCK_TOKENS) for tokens in PROMPTS]
+        return [reader.blocks(tokens, BLOCK_TOKENS, salt) for tokens in prompts]
     finally:
         reader.close()
 
@@ -65,85 +89,139 @@ def settled(daemon: DaemonHandle, name: str, value: int) -> dict[str, int]:
     """Statistics once the counter has reached the value."""
     channel = daemon.client()
     deadline = time.monotonic() + 20
-    while True:
-        stats = channel.call("stats", {}, 5)
-        if stats[name] >= value:
-            return stats
+    while (stats := channel.call("stats", {}, 5))[name] < value:
         assert time.monotonic() < deadline, f"{name} is {stats[name]}, not {value}"
         time.sleep(0.05)
+    return stats
 
 
-@pytest.fixture(scope="module", params=TOPOLOGIES, ids=lambda topology: topology.name)
-def run(request: pytest.FixtureRequest, start_engine, daemons: DaemonFactory) -> Iterator[Run]:
-    """Cold on a first engine, killed; warm on a second one."""
+@pytest.fixture(scope="module")
+def archive(start_engine, daemons: DaemonFactory) -> Archive:
+    daemon = daemons(HPKV_KV_MEM_POOL_SIZE="512m", HPKV_SUBMIT_DEADLINE_MS=5000)
+    made = Archive(daemon, b"", {}, {}, {}, {})
+    total = 0
+    for topology in TOPOLOGIES:
+        engine = start_engine(topology, daemon)
+        prompts = prompts_of(topology)
+        made.cold[topology.name] = [engine.ask(tokens, OUTPUT_TOKENS) for tokens in prompts]
+        total += sum((len(tokens) + OUTPUT_TOKENS - 1) // BLOCK_TOKENS for tokens in prompts)
+        made.stored[topology.name] = settled(daemon, "stored_blocks", total)["stored_blocks"]
+        made.namespace = made.namespace or engine.namespace
+        assert engine.namespace == made.namespace
+        engine.kill()
+        made.seconds_to_forget[topology.name] = _forgotten(daemon)
+        made.blocks[topology.name] = kv(daemon, made.namespace, prompts)
+    return made
+
+
+def _forgotten(daemon: DaemonHandle) -> float:
+    """Seconds until the daemon holds nothing of a killed engine: no session, no mapping."""
+    channel, started = daemon.client(), time.monotonic()
+    while True:
+        info = channel.call("info", {}, 5)
+        if not info["engines"] and not info["movers"] and not info["leases"]["count"]:
+            return time.monotonic() - started
+        assert time.monotonic() - started < 20, info
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module", params=TOPOLOGIES, ids=NAMES)
+def second(request: pytest.FixtureRequest, start_engine, archive: Archive) -> Iterator[Second]:
     topology = request.param
-    daemon = daemons(HPKV_KV_MEM_POOL_SIZE="256m", HPKV_SUBMIT_DEADLINE_MS=5000)
-    first = start_engine(topology, daemon)
-    cold = [first.ask(tokens, OUTPUT_TOKENS) for tokens in PROMPTS]
-    stored = sum((len(tokens) + OUTPUT_TOKENS - 1) // BLOCK_TOKENS for tokens in PROMPTS)
-    settled(daemon, "stored_blocks", stored)
-    namespace = first.namespace
-    first.kill()
-    bytes_cold = kv_bytes(daemon, namespace)
-    second = start_engine(topology, daemon)
-    warm = [second.ask(tokens, OUTPUT_TOKENS) for tokens in PROMPTS]
-    stats = settled(daemon, "stored_blocks", stored)
-    yield Run(topology, daemon, cold, warm, stats["stored_blocks"], stats["loaded_blocks"], bytes_cold, second)
-    second.stop()
-    daemon.stop()
+    engine = start_engine(topology, archive.daemon)
+    before = archive.daemon.client().call("stats", {}, 5)["loaded_blocks"]
+    warm = [engine.ask(tokens, OUTPUT_TOKENS) for tokens in prompts_of(topology)]
+    loaded = archive.daemon.client().call("stats", {}, 5)["loaded_blocks"] - before
+    yield Second(topology, engine, warm, loaded)
+    engine.stop()
 
 
-def test_answers_equal_an_engine_without_the_connector(run: Run, reference: list[Answer]) -> None:
-    for mine, theirs in zip(run.cold + run.warm, reference + reference, strict=True):
-        assert mine.tokens == theirs.tokens
+def test_a_killed_engine_is_forgotten_within_two_seconds(archive: Archive) -> None:
+    assert max(archive.seconds_to_forget.values()) < 2
 
 
-def test_second_engine_hits_every_full_block_and_computes_the_rest(run: Run) -> None:
-    assert [answer.cached for answer in run.cold] == [0, 0, 0]
-    assert [answer.cached for answer in run.warm] == [full_hit(len(tokens)) for tokens in PROMPTS]
+def test_answers_equal_an_engine_without_the_connector(
+    second: Second, archive: Archive, reference: dict[str, list[Answer]]
+) -> None:
+    name = second.topology.name
+    expected = [answer.tokens for answer in reference[name]]
+    assert [answer.tokens for answer in archive.cold[name]] == expected
+    assert [answer.tokens for answer in second.warm] == expected
 
 
-def test_every_block_is_stored_once_and_loaded_once_per_rank(run: Run) -> None:
-    full_blocks = [(len(tokens) + OUTPUT_TOKENS - 1) // BLOCK_TOKENS for tokens in PROMPTS]
-    ranks = run.topology.tp * run.topology.pp
-    readers = 1
-    hits = sum(full_hit(len(tokens)) // BLOCK_TOKENS for tokens in PROMPTS)
-    assert run.stored == sum(full_blocks)
-    assert run.loaded == hits * ranks + sum(len(blocks) for blocks in run.bytes_cold) * readers
+def test_second_engine_hits_every_full_block_and_computes_the_rest(second: Second, archive: Archive) -> None:
+    assert [answer.cached for answer in archive.cold[second.topology.name]] == [0, 0, 0]
+    assert [answer.cached for answer in second.warm] == [full_hit(length) for length in LENGTHS]
 
 
-def test_recomputed_blocks_equal_the_stored_ones_byte_for_byte(run: Run) -> None:
-    assert [len(blocks) for blocks in run.bytes_cold] == [len(tokens) // BLOCK_TOKENS for tokens in PROMPTS]
-    run.second.reset_everything()
-    assert run.daemon.client().call("stats", {}, 5)["pool_resident_blocks"] == 0
-    again = [run.second.ask(tokens, OUTPUT_TOKENS) for tokens in PROMPTS]
+def test_every_block_is_stored_once_and_loaded_once_per_rank(second: Second, archive: Archive) -> None:
+    index = NAMES.index(second.topology.name)
+    full_blocks = sum((length + OUTPUT_TOKENS - 1) // BLOCK_TOKENS for length in LENGTHS)
+    assert archive.stored[second.topology.name] == (index + 1) * full_blocks
+    assert second.loaded == sum(full_hit(length) // BLOCK_TOKENS for length in LENGTHS) * second.topology.ranks
+
+
+@pytest.mark.parametrize("writer", TOPOLOGIES, ids=NAMES)
+def test_what_one_strategy_stored_is_a_full_hit_under_any_other(
+    second: Second, writer: Topology, reference: dict[str, list[Answer]]
+) -> None:
+    second.engine.reset_local()
+    for tokens, expected in zip(prompts_of(writer), reference[writer.name], strict=True):
+        answer = second.engine.ask(tokens)
+        assert (answer.cached, answer.tokens) == (full_hit(len(tokens)), expected.tokens[:8])
+
+
+def test_recomputed_blocks_equal_the_stored_ones_byte_for_byte(second: Second, archive: Archive) -> None:
+    before = archive.blocks[second.topology.name]
+    assert [len(blocks) for blocks in before] == [length // BLOCK_TOKENS for length in LENGTHS]
+    prompts = prompts_of(second.topology)
+    stored = archive.daemon.client().call("stats", {}, 5)["stored_blocks"]
+    salt = second.topology.name
+    again = [second.engine.ask(tokens, 1, cache_salt=salt) for tokens in prompts]
     assert [answer.cached for answer in again] == [0, 0, 0]
-    settled(run.daemon, "pool_resident_blocks", run.stored)
-    for before, after in zip(run.bytes_cold, kv_bytes(run.daemon, run.second.namespace), strict=True):
-        assert len(before) == len(after)
-        for one, other in zip(before, after, strict=True):
-            assert np.array_equal(one, other)
+    settled(archive.daemon, "stored_blocks", stored + sum(length // BLOCK_TOKENS for length in LENGTHS))
+    after = kv(archive.daemon, archive.namespace, prompts, salt)
+    for one, other in zip(before, after, strict=True):
+        assert len(one) == len(other)
+        assert all(np.array_equal(left, right) for left, right in zip(one, other, strict=True))
 
 
-def test_decoded_blocks_are_hits_of_the_next_turn(run: Run) -> None:
-    conversation = PROMPTS[0] + run.warm[0].tokens
-    run.second.reset_local()
-    answer = run.second.ask([*conversation, 7, 8, 9])
-    assert answer.cached == full_hit(len(conversation) + 3)
+def test_decoded_blocks_are_hits_of_the_next_turn(second: Second) -> None:
+    conversation = prompts_of(second.topology)[0] + second.warm[0].tokens
+    second.engine.reset_local()
+    assert second.engine.ask([*conversation, 7, 8, 9]).cached == full_hit(len(conversation) + 3)
 
 
-def test_the_daemon_is_consistent_afterwards(run: Run) -> None:
-    channel = run.daemon.client()
+def test_the_daemon_is_consistent_and_knows_every_rank(second: Second, archive: Archive) -> None:
+    channel, topology = archive.daemon.client(), second.topology
     assert channel.call("check", {}, 5)["ok"]
     stats = channel.call("stats", {}, 5)
     assert (stats["load_failures"], stats["store_failures"], stats["internal_errors"]) == (0, 0, 0)
     info = channel.call("info", {}, 5)
-    ranks = info["engines"][0]["ranks"]
-    assert {rank["place"] for rank in ranks} == {
-        f"tp{tp} pp{pp}" for tp in range(run.topology.tp) for pp in range(run.topology.pp)
-    }
-    assert sum(rank["block_bytes"] for rank in ranks) == LAYER_BYTES * len(LAYERS)
+    assert len(info["engines"]) == topology.dp
+    for engine in info["engines"]:
+        places = {f"tp{tp} pp{pp}" for tp in range(topology.tp) for pp in range(topology.pp)}
+        assert {rank["place"] for rank in engine["ranks"]} == places
+        assert sum(rank["block_bytes"] for rank in engine["ranks"]) == LAYER_BYTES * len(LAYERS)
+    assert Path(info["pool"]["path"]).parent == archive.daemon.pool_directory
 
 
-def test_pool_path_is_the_users(run: Run) -> None:
-    assert Path(run.daemon.client().call("info", {}, 5)["pool"]["path"]).parent == run.daemon.pool_directory
+def test_every_replica_of_an_engine_hits(second: Second) -> None:
+    for replica in range(second.topology.dp):
+        second.engine.reset_local()
+        tokens = prompts_of(TOPOLOGIES[0])[replica]
+        assert second.engine.ask(tokens, replica=replica).cached == full_hit(len(tokens))
+
+
+@pytest.mark.parametrize("flag", ["--dtype=bfloat16", "--block-size=32"])
+def test_another_element_type_or_block_size_never_hits(start_engine, archive: Archive, flag: str) -> None:
+    engine = start_engine(TOPOLOGIES[0], archive.daemon, flag)
+    try:
+        tokens = prompts_of(TOPOLOGIES[0])[0]
+        assert engine.ask(tokens).cached == 0
+        deadline = time.monotonic() + 20
+        while engine.ask(tokens).cached == 0:
+            assert time.monotonic() < deadline, "this engine caches nothing at all"
+        assert archive.daemon.client().call("stats", {}, 5)["internal_errors"] == 0
+    finally:
+        engine.stop()

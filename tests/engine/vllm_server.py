@@ -30,6 +30,22 @@ class Topology:
     name: str
     tp: int = 1
     pp: int = 1
+    dp: int = 1
+    stages: str = ""
+    """Layers of each pipeline stage, if not vLLM's own choice."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one replica."""
+        return self.tp * self.pp
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment of ``vllm serve``."""
+        count = os.cpu_count() or 1
+        cores = "|".join(str(rank % count) for rank in range(self.ranks * self.dp))
+        chosen = {"VLLM_CPU_OMP_THREADS_BIND": cores}
+        return chosen | ({"VLLM_PP_LAYER_PARTITION": self.stages} if self.stages else {})
 
     @property
     def flags(self) -> list[str]:
@@ -40,14 +56,10 @@ class Topology:
             str(self.tp),
             "--pipeline-parallel-size",
             str(self.pp),
+            "--data-parallel-size",
+            str(self.dp),
             *compile_mode,
         ]
-
-    @property
-    def cores(self) -> str:
-        """One core for each worker, in turn."""
-        count = os.cpu_count() or 1
-        return "|".join(str(rank % count) for rank in range(self.tp * self.pp))
 
 
 @dataclass(frozen=True)
@@ -109,7 +121,7 @@ class Vllm:
         settings = {
             "VLLM_ENABLE_HPKV": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": topology.cores,
+            **topology.variables,
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_SERVER_DEV_MODE": "1",
             "HF_HUB_OFFLINE": "1",

@@ -36,7 +36,7 @@ def _honour_expert_map(module):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name, path=None, target=None):  # noqa: ARG002
         if name != _MODULE:
             return None
         sys.meta_path.remove(self)

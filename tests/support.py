@@ -73,9 +73,9 @@ def open_descriptors(pid: int) -> int:
 
 
 def processor_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / float(os.sysconf("SC_CLK_TCK"))
+    """Time that all threads of a process ran so far; exact, not counted in clock ticks."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def is_gone(pid: int) -> bool:
@@ -150,12 +150,14 @@ class Observed:
 
 
 class ImpatientDaemon(DaemonHandle):
-    """Gives up sooner: a silent process it cannot see after 1 s, a mover that does not answer after 1.5 s."""
+    """Gives up sooner: after 1 s on a silent process it cannot see and on a store that a rank never joins, after
+    1.5 s on a mover that does not answer."""
 
     PREFIX: tuple[str, ...] = ()
     _CODE = (
-        "from hpkv_daemon.service import movers, service\n"
-        "service.SILENCE_SECONDS, movers.ANSWER_SECONDS = 1.0, 1.5\n"
+        "from hpkv_daemon.service import movers, service, transfers\n"
+        "service.SILENCE_SECONDS = transfers.STORE_JOB_SECONDS = 1.0\n"
+        "movers.ANSWER_SECONDS = 1.5\n"
         "from hpkv_daemon.cli import run; raise SystemExit(run(['serve']))"
     )
 

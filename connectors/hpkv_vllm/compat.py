@@ -81,6 +81,12 @@ def parallel_of(vllm_config: Any) -> Parallel:
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     config = vllm_config.parallel_config
+    nodes = int(getattr(config, "nnodes_within_dp", 1))
+    if nodes > 1:
+        raise LayoutRefused(
+            f"the engine's ranks are spread over {nodes} nodes",
+            "HPKV keeps engines of one node; this engine runs without it",
+        )
     return Parallel(
         tp_size=config.tensor_parallel_size,
         tp_rank=get_tp_group().rank_in_group,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from hpkv_client.wire import Body
 from hpkv_daemon.core.store import BlockStore

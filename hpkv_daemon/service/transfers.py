@@ -243,11 +243,15 @@ class Transfers:
 
         Kept are the blocks that the next match finds, and those that another writer is at.
         """
-        kept, waiting = job.reservation.slots.count(KEPT), 0
-        if engine.namespace is not None and not job.failed:
-            ours = [key for key, slot in zip(job.keys, job.reservation.slots, strict=True) if slot != KEPT]
-            resident, waiting = self._store.outcome(engine.namespace, ours)
-            kept += resident
+        kept, waiting = 0, 0
+        if engine.namespace is not None:
+            fates = list(zip(job.keys, job.reservation.slots, strict=True))
+            find = self._store.blocks.find
+            kept = sum(find(engine.namespace, key) != NONE for key, slot in fates if slot == KEPT)
+            if not job.failed:
+                ours = [key for key, slot in fates if slot != KEPT]
+                resident, waiting = self._store.outcome(engine.namespace, ours)
+                kept += resident
         if waiting:
             self._unsettled.append((engine, job))
             return

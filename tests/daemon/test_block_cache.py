@@ -310,14 +310,14 @@ def test_a_call_that_a_dying_daemon_swallowed_is_asked_again(mortal: Observed) -
 
 
 def test_while_the_daemon_is_down_calls_end_in_time_and_later_ones_work(mortal: Observed) -> None:
-    with BlockCache("down", SIZE, socket=mortal.socket, timeout=1.0) as cache:
+    with BlockCache("down", SIZE, socket=mortal.socket, timeout=0.5) as cache:
         assert cache.put(blocks("a")) == 1
         assert mortal.handle.stop() == 0
         for _ in range(2):
             started = time.monotonic()
             with pytest.raises(Unreachable):
                 cache.get(hashes("a"))
-            assert 0.5 < time.monotonic() - started < 2.5
+            assert 0.2 < time.monotonic() - started < 2.0
         mortal.handle.restart()
 
         def put() -> int:
@@ -331,14 +331,14 @@ def test_while_the_daemon_is_down_calls_end_in_time_and_later_ones_work(mortal: 
 
 
 def test_a_frozen_daemon_costs_one_time_out_and_its_late_answers_are_dropped(mortal: Observed) -> None:
-    with BlockCache("frozen", SIZE, socket=mortal.socket, timeout=1.0) as cache:
+    with BlockCache("frozen", SIZE, socket=mortal.socket, timeout=0.5) as cache:
         assert cache.put(blocks("a", "b")) == 2
         mortal.handle.process.send_signal(signal.SIGSTOP)
         try:
             started = time.monotonic()
             with pytest.raises(Unreachable, match="did not answer"):
                 cache.get(hashes("a"))
-            assert time.monotonic() - started < 2.5
+            assert time.monotonic() - started < 2.0
         finally:
             mortal.handle.process.send_signal(signal.SIGCONT)
         found = wait_until(lambda: get_or_none(cache, hashes("b")), 6.0)
@@ -357,12 +357,12 @@ def get_or_none(cache: BlockCache, keys: list[bytes]) -> list[bytes | None] | No
 def test_a_load_that_comes_too_late_spoils_nothing(live: Observed) -> None:
     size = 1 << 20
     with (
-        BlockCache("late", size, arena_blocks=16, socket=live.socket, timeout=0.5) as cache,
+        BlockCache("late", size, arena_blocks=16, socket=live.socket, timeout=1.0) as cache,
         BlockCache("late", size, arena_blocks=16, socket=live.socket) as reader,
     ):
         old, new = blocks(*range(16), size=size), blocks(*range(100, 116), size=size)
         assert reader.put(old) == 16
-        live.faults("load=delay:0.06")
+        live.faults("load=delay:0.15")
         with pytest.raises(Unreachable):
             cache.get(list(old))
         # The mover still has a slice of that load in hand, for the same arena.
@@ -388,6 +388,15 @@ def test_a_store_that_was_given_up_by_its_client_does_not_appear_later(live: Obs
         live.faults("")
         wait_until(lambda: live.stats()["pool_reserved_blocks"] == 0)
         assert wait_until(lambda: get_or_none(cache, hashes(*range(8))), 6.0) == [None] * 8
+
+
+def test_a_reply_that_gets_lost_costs_one_time_out(live: Observed) -> None:
+    with BlockCache("lost", SIZE, socket=live.socket, timeout=0.5) as cache:
+        assert cache.put(blocks("a")) == 1
+        live.faults("reply@1=fail")
+        with pytest.raises(Unreachable, match="did not answer"):
+            cache.get(hashes("a"))
+        assert cache.get(hashes("a")) == list(blocks("a").values())
 
 
 def test_a_copy_that_fails_is_a_miss_and_not_an_error(live: Observed) -> None:
@@ -428,7 +437,7 @@ def test_replies_never_meet_other_requests_across_restarts(mortal: Observed) -> 
         else:
             mortal.handle.kill()
         mortal.handle.restart()
-        deadline = time.monotonic() + 0.8
+        deadline = time.monotonic() + 0.5
         while time.monotonic() < deadline:
             for number, channel in enumerate(channels):
                 for reply in channel.replies(0.01):
@@ -446,7 +455,7 @@ def test_a_stop_with_stores_under_way_ends_in_time(mortal: Observed) -> None:
 
     def put(number: int) -> None:
         try:
-            with BlockCache("stop", 1 << 20, arena_blocks=8, socket=mortal.socket, timeout=2.0) as cache:
+            with BlockCache("stop", 1 << 20, arena_blocks=8, socket=mortal.socket, timeout=1.0) as cache:
                 kept.append(cache.put(blocks(*((number, i) for i in range(8)), size=1 << 20)))
         except HpkvError as problem:
             problems.append(problem)

@@ -235,7 +235,7 @@ def test_a_stopped_client_is_not_taken_for_dead() -> None:
     with observed_daemon(ImpatientDaemon) as impatient, Child(impatient.handle, code) as child:
         assert child.heard() == "1"
         child.signal(signal.SIGSTOP)
-        time.sleep(1.8)
+        time.sleep(1.5)
         assert impatient.gauges()["sessions"] == 1
         assert impatient.mover()
         child.signal(signal.SIGCONT)
@@ -272,7 +272,7 @@ def test_of_clients_in_another_pid_namespace_only_heartbeats_tell() -> None:
         finally:
             os.kill(outside, signal.SIGCONT)
         assert speaking.reply(beats[0]).ok
-        time.sleep(0.5)
+        time.sleep(0.3)
         assert speaking.call("heartbeat")
         speaking.close()
 
@@ -488,7 +488,7 @@ def test_what_is_refused_for_good_is_asked_ever_more_rarely(live: Observed) -> N
     link = keeper.wait(5, lambda link: bool(link.problem))
     assert "no mover for device 'tpu'" in link.problem
     assert isinstance(keeper.error, NoSuchDevice)
-    time.sleep(2.2)
+    time.sleep(1.3)
     keeper.stop()
     assert 1 <= live.stats()["refused_requests"] - before <= 2
     rank.drop()

@@ -19,6 +19,7 @@ from hpkv_client.wire import pack_blocks
 from tests.support import (
     Bytes,
     Child,
+    ImpatientDaemon,
     KvRank,
     Observed,
     Rank,
@@ -398,6 +399,20 @@ def test_nonsense_about_blocks_is_refused_and_costs_nothing(live: Observed) -> N
         assert rank.call("release", lease=lease)["released"] is True
 
 
+def test_a_store_that_a_rank_never_joins_is_given_up() -> None:
+    with observed_daemon(ImpatientDaemon) as live, ExitStack() as stack:
+        ranks = ready_engine(
+            stack, [Rank(live.socket, piece(50 * n, 50), rank=n, world=2, namespace="late") for n in range(2)]
+        )
+        job = ranks[0].next_job()
+        answer = ranks[0].reply(ranks[0].ask_store(hashes("a"), [0], job=job)).result()
+        assert answer == {"kept": 0, "dropped": 0, "partial": True}
+        live.settle(4.0, sessions=2, engines=1, pool_reserved_blocks=0)
+        assert live.stats()["abandoned_jobs"] == 1
+        assert ranks[1].store(hashes("a"), [0], job=job) == 0
+        assert store_all(ranks, hashes("a"), [0], job=job + 1) == 1
+
+
 def test_a_store_job_is_answered_once(live: Observed) -> None:
     with rank_of(live, 4096, 4) as rank:
         job = rank.next_job()
@@ -576,6 +591,20 @@ def test_two_engines_that_store_the_same_block_make_one_copy(live: Observed) -> 
                 assert rank.call("release", lease=lease)["released"]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_block_under_a_parent_that_another_engine_writes_shares_its_fate(live: Observed, fails: bool) -> None:
+    with rank_of(live, 4096, 4) as one, rank_of(live, 4096, 4) as other:
+        live.faults("store@1=fail;commit@1=delay:0.3" if fails else "commit@1=delay:0.3")
+        parent = one.ask_store(hashes("p"), [0])
+        wait_until(lambda: live.stats()["pool_reserved_blocks"] == 1)
+        both = other.ask_store(hashes("p", "c"), [0, 1])
+        assert other.match(hashes("p", "c"))[0] == 0
+        assert one.reply(parent).result()["kept"] == (0 if fails else 1)
+        assert other.reply(both).result()["kept"] == (0 if fails else 2)
+        assert other.match(hashes("p", "c"))[0] == (0 if fails else 2)
+        live.settle(2.0, sessions=3, engines=3, leases=not fails, pool_pinned_blocks=not fails)
+
+
 def test_racing_writers_and_readers_see_whole_payloads_only() -> None:
     size, keys = 1 << 16, hashes(*range(10))
     problems: list[str] = []
@@ -637,6 +666,46 @@ def test_loads_pass_stores(live: Observed) -> None:
         assert rank.load(lease, [39]) == 1
         assert not rank.has_reply(stores)
         assert rank.reply(stores).result()["kept"] == 40
+
+
+def test_blocks_that_form_no_prefix_are_leased_together(live: Observed) -> None:
+    with rank_of(live, 4096, 8) as rank:
+        for number, key in enumerate(hashes(*range(4))):
+            rank.block(number)[:] = np.frombuffer(content(key, 4096), np.uint8)
+        keys = rank.keys(hashes(*range(4)))
+        put = rank.call("put", job=rank.next_job(), keys=keys, blocks=pack_blocks(range(4)))
+        assert put == {"kept": 4, "dropped": 0, "partial": False}
+        answer = rank.call("acquire", keys=rank.keys(hashes(3, "none", 1)))
+        assert answer["found"] == b"\x01\x00\x01"
+        lease = answer["lease"]
+        assert live.gauges()["pool_pinned_blocks"] == 2
+        assert rank.load(lease, [6], first=2) == 1
+        assert rank.load(lease, [7], first=0) == 1
+        assert rank.block(6).tobytes() == content(hashes(1)[0], 4096)
+        assert rank.block(7).tobytes() == content(hashes(3)[0], 4096)
+        for first, blocks in ((1, [5]), (0, [5, 5]), (0, [5, 5, 5])):
+            with pytest.raises(UsageError, match="only the blocks that were found"):
+                rank.load(lease, blocks, first=first)
+        with pytest.raises(UsageError, match="covers 3 blocks"):
+            rank.load(lease, [5], first=3)
+        assert rank.call("release", lease=lease)["released"]
+        assert rank.call("acquire", keys=rank.keys(hashes("none"))) == {"found": b"\x00", "lease": 0}
+        assert live.gauges()["pool_pinned_blocks"] == 0
+
+
+def test_a_stage_without_layers_takes_part_in_every_store_and_load(live: Observed) -> None:
+    name = engine_name()
+    empty = Rank(live.socket, plain_shard(100, 4), engine=name, rank=1, world=2)
+    with Rank(live.socket, piece(0, 100), engine=name, world=2) as rank, empty:
+        rank.register()
+        empty.register(layers=[])
+        rank.ready()
+        rank.memory[:100] = 7
+        assert store_all([rank, empty], hashes("a"), [0]) == 1
+        _, lease = rank.match(hashes("a"))
+        assert [rank.load(lease, [2]), empty.load(lease, [2])] == [1, 1]
+        assert (rank.memory[200:300] == 7).all()
+        assert not empty.memory.any()
 
 
 # -- leases -------------------------------------------------------------------------------------------------

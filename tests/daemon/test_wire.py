@@ -43,7 +43,8 @@ def live(shared: Observed) -> Iterator[Observed]:
 # -- golden bytes -------------------------------------------------------------------------------------------
 
 
-def test_every_verb_has_golden_bytes() -> None:
+def test_every_verb_has_golden_bytes_of_this_version() -> None:
+    assert (PROTOCOL, wire.version_text()) == ((1, 0), "hpkv/1.0")
     assert set(GOLDEN) == set(BODIES) == set(VERBS)
 
 

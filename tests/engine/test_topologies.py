@@ -31,7 +31,7 @@ LENGTHS = (1000, 1037, 1088)
 LAYERS = [f"model.layers.{i}.self_attn.attn" for i in range(5)]
 LAYER_BYTES = 4 * BLOCK_TOKENS * 2 * 32 * 4
 """KV heads x tokens x (K and V) x head size x float32."""
-OUTPUT_TOKENS = 100
+OUTPUT_TOKENS = 30
 
 
 def prompts_of(topology: Topology) -> list[list[int]]:

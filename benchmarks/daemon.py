@@ -49,6 +49,14 @@ class Daemon:
             self.process.kill()
             self.process.wait()
 
+    def movers(self) -> list[int]:
+        """The pids of its movers."""
+        channel = self.channel()
+        try:
+            return [mover["pid"] for mover in channel.call("info", {}, 10.0)["movers"]]
+        finally:
+            channel.close()
+
     def channel(self) -> Channel:
         """A new connection."""
         return Channel(self.socket)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.report import Unfit
 from hpkv_client.memory import SharedMemory
+
+_STEADY_LOOKS = 5
 
 
 def available_bytes() -> int:
@@ -25,6 +28,24 @@ def affordable(wanted: int, copies: int, smallest: int) -> int:
         if wanted < smallest:
             raise Unfit(f"{available_bytes() >> 20} MiB of memory are available, too little for cold copies")
     return wanted
+
+
+def await_mapped(pid: int) -> None:
+    """Return once a mover that has nothing to do has mapped the pages of its pool, or says no more of it."""
+    before, same = -1, 0
+    while same < _STEADY_LOOKS:
+        mapped = resident_shared_bytes(pid)
+        same = same + 1 if mapped == before else 0
+        before = mapped
+        time.sleep(0.1)
+
+
+def resident_shared_bytes(pid: int) -> int:
+    """Shared memory that a process has mapped and touched."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssShmem:"):
+            return int(line.split()[1]) << 10
+    return 0
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from itertools import cycle, islice
 from unittest.mock import patch
 
 from benchmarks.floor import MemcpyFloor
-from benchmarks.memory import affordable, shared
+from benchmarks.memory import affordable, await_mapped, shared
 from benchmarks.paired import Pairs, alternate
 from benchmarks.report import Aim, Found, Measure, main, ratio, say, speeds
 from hpkv_client.control import PAGE_BYTES
@@ -32,7 +32,7 @@ RUNS = 56
 SIDE_BYTES = 2 << 30
 """Engine memory, and as much pool."""
 SMALLEST_SIDE_BYTES = 512 << 20
-SAMPLE_BYTES = 128 << 20
+SAMPLE_BYTES = 256 << 20
 PLAIN, STREAMING = "plain copies", "non-temporal"
 AIMS = {
     (PLAIN, 32 << 10): Aim(0.92),
@@ -85,6 +85,11 @@ class TimedMover:
         self._mover = mover
         self._attachment = 0
         self._jobs = 0
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._mover.pid
 
     def attach(self, what: Attachment) -> None:
         """Map a rank's memory in place of the one before."""
@@ -161,6 +166,8 @@ def measure(layout: Layout, engine: SharedMemory, pool: SharedMemory, rounds: in
         for mover in movers.values():
             mover.attach(layout.attachment(engine, control))
             prove_equal(layout, floor, mover, engine)
+        for mover in movers.values():
+            await_mapped(mover.pid)
         for direction in Direction:
             store = direction is Direction.STORE
             floor_sample = partial(_floor_sample, floor, store, layout, layout.walk(0))

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.daemon import daemon
 from benchmarks.floor import MemcpyFloor
-from benchmarks.memory import affordable, shared
+from benchmarks.memory import affordable, await_mapped, shared
 from benchmarks.paired import Spread, Timed, alternate
 from benchmarks.report import Found, main, ratio, say
 from hpkv_client.client import BlockCache
@@ -171,6 +171,7 @@ def run(quick: bool) -> Found:
         cache = stack.enter_context(BlockCache("peers", BLOCK_BYTES, arena_blocks=blocks, socket=served.socket))
         for index in range(blocks):
             cache.block(index)[:] = bytes(BLOCK_BYTES)
+        await_mapped(served.movers()[0])
         stand_in = stack.enter_context(shared(side_bytes))
         arena = cache._memory.handle
         floor = stack.enter_context(MemcpyFloor(arena.fd, side_bytes, stand_in.handle.fd, side_bytes))

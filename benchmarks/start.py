@@ -110,9 +110,7 @@ def footprint(blocks: int) -> list[Measure]:
     with daemon(blocks * BLOCK_BYTES * 3 // 2) as served:
         empty = _resident_bytes(served.pid)
         with BlockCache("benchmark", BLOCK_BYTES, socket=served.socket):
-            channel = served.channel()
-            movers = [mover["pid"] for mover in channel.call("info", {}, 10.0)["movers"]]
-            channel.close()
+            movers = served.movers()
             with_torch = [pid for pid in (served.pid, *movers) if _maps_torch(pid)]
         _fill(served, blocks)
         full = _resident_bytes(served.pid)

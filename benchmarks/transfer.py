@@ -16,7 +16,7 @@ from functools import partial
 
 from benchmarks.daemon import daemon
 from benchmarks.floor import MemcpyFloor
-from benchmarks.memory import affordable
+from benchmarks.memory import affordable, await_mapped
 from benchmarks.paired import Pairs, Spread, alternate
 from benchmarks.report import Aim, Found, Measure, main, ratio, say, speeds
 from hpkv_client.client import BlockCache
@@ -121,6 +121,7 @@ def run(quick: bool) -> Found:
         cache = stack.enter_context(BlockCache("benchmark", BLOCK_BYTES, arena_blocks=blocks, socket=served.socket))
         touch(cache)
         prove_right(cache)
+        await_mapped(served.movers()[0])
         pool = stack.enter_context((served.pool_directory / FILE_NAME).open("r+b"))
         memories = (cache._memory.handle.fd, side_bytes, pool.fileno(), side_bytes)
         floors = {

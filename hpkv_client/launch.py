@@ -58,7 +58,8 @@ def listener(socket_path: Path) -> Listener | None:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ConnectionRefusedError:
-            if stat.S_ISSOCK(socket_path.stat().st_mode):
+            # A daemon that starts just now may be replacing the file.
+            if not socket_path.exists() or socket_path.is_socket():
                 return None
             raise ConfigError(f"{socket_path} is not a socket", "set HPKV_SOCKET to another path") from None
         except PermissionError:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -53,6 +54,12 @@ def _claim_priority() -> None:
         log.info("running at normal priority (no right to raise it)")
 
 
+def _claim_descriptors() -> None:
+    """Every session takes a few descriptors; the usual soft limit of 1024 is meant for programs that select()."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def serve(settings: Settings, origins: dict[str, str], progress: Progress) -> None:
     """Run a daemon until SIGTERM, SIGINT or SIGHUP. Raises ``HpkvError`` when it cannot start.
 
@@ -61,6 +68,7 @@ def serve(settings: Settings, origins: dict[str, str], progress: Progress) -> No
     """
     _log_to(settings)
     _claim_priority()
+    _claim_descriptors()
     with _Stop() as stop, InstanceLock(Path(settings.socket)) as lock:
 
         def allocated(done_bytes: int, total_bytes: int) -> None:

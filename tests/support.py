@@ -151,13 +151,13 @@ class Observed:
 
 class ImpatientDaemon(DaemonHandle):
     """Gives up sooner: after 1 s on a silent process it cannot see and on a store that a rank never joins, after
-    1.5 s on a mover that does not answer."""
+    1.5 s on a mover that does not answer and 0.7 s on one that does not confirm. It replaces movers at once."""
 
     PREFIX: tuple[str, ...] = ()
     _CODE = (
         "from hpkv_daemon.service import movers, service, transfers\n"
         "service.SILENCE_SECONDS = transfers.STORE_JOB_SECONDS = 1.0\n"
-        "movers.ANSWER_SECONDS = 1.5\n"
+        "movers.ANSWER_SECONDS, movers.CONFIRM_SECONDS, movers.RESTART_SECONDS = 1.5, 0.7, 0.2\n"
         "from hpkv_daemon.cli import run; raise SystemExit(run(['serve']))"
     )
 

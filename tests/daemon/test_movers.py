@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ PREFIX = hashes(*range(BLOCKS))
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Observed]:
     """The daemon of this module."""
-    with observed_daemon() as observed:
+    with observed_daemon(ImpatientDaemon) as observed:
         yield observed
 
 
@@ -46,25 +47,18 @@ def live(shared: Observed) -> Iterator[Observed]:
     shared.assert_sound()
 
 
-@pytest.fixture(scope="module")
-def hasty() -> Iterator[Observed]:
-    """A daemon that gives up on movers sooner."""
-    with observed_daemon(ImpatientDaemon) as observed:
-        yield observed
-
-
 @pytest.fixture
-def impatient(hasty: Observed) -> Iterator[Observed]:
-    """That daemon, empty before the test and clean after it."""
-    hasty.ask("clear")
-    yield hasty
-    hasty.assert_sound()
+def stack() -> Iterator[ExitStack]:
+    """Whoever is entered here leaves before the daemon is looked at."""
+    with ExitStack() as stack:
+        yield stack
 
 
-def two_engines(live: Observed) -> tuple[Rank, Rank]:
+def two_engines(stack: ExitStack, live: Observed) -> tuple[Rank, Rank]:
     """A writer whose memory holds the contents of the prefix, and a reader."""
     writer, reader = (
-        Rank(live.socket, plain_shard(SIZE, BLOCKS), engine=name).register().ready() for name in ("writer", "reader")
+        stack.enter_context(Rank(live.socket, plain_shard(SIZE, BLOCKS), engine=name)).register().ready()
+        for name in ("writer", "reader")
     )
     for number, key in enumerate(PREFIX):
         writer.block(number)[:] = np.frombuffer(content(key, SIZE), np.uint8)
@@ -122,7 +116,7 @@ def kill_idle(live: Observed, writer: Rank, reader: Rank) -> None:
 
 def kill_in_a_store(live: Observed, writer: Rank, reader: Rank) -> None:
     """Half of a store copied: nothing of it may be seen."""
-    live.faults("store=delay:0.02")
+    live.faults("store=delay:0.1")
     request = writer.ask_store(PREFIX, range(BLOCKS))
     wait_until(lambda: not writer.control.quiet())
     os.kill(live.mover(), signal.SIGKILL)
@@ -134,7 +128,7 @@ def kill_in_a_load(live: Observed, writer: Rank, reader: Rank) -> None:
     """Half of a load copied: it must be told as failed, and leave no pin."""
     assert writer.store(PREFIX, range(BLOCKS)) == BLOCKS
     _, lease = reader.match(PREFIX)
-    live.faults("load=delay:0.02")
+    live.faults("load=delay:0.1")
     request = reader.ask_load(lease, range(BLOCKS))
     wait_until(lambda: not reader.control.quiet())
     os.kill(live.mover(), signal.SIGKILL)
@@ -145,9 +139,9 @@ def kill_in_a_load(live: Observed, writer: Rank, reader: Rank) -> None:
 
 @pytest.mark.parametrize("kill", [kill_idle, kill_in_a_store, kill_in_a_load])
 def test_a_killed_mover_fails_its_copies_and_is_replaced(
-    live: Observed, kill: Callable[[Observed, Rank, Rank], None]
+    live: Observed, stack: ExitStack, kill: Callable[[Observed, Rank, Rank], None]
 ) -> None:
-    writer, reader = two_engines(live)
+    writer, reader = two_engines(stack, live)
     before = live.stats()
     pid = live.mover()
     kill(live, writer, reader)
@@ -165,16 +159,14 @@ def test_a_killed_mover_fails_its_copies_and_is_replaced(
     for name in ("store_failures", "load_failures"):
         assert stats[name] - before[name] == (name == in_vain)
     assert_all_works(writer, reader)
-    writer.close()
-    reader.close()
 
 
-def test_a_mover_frozen_in_store_and_load_is_replaced(impatient: Observed) -> None:
-    writer, reader = two_engines(impatient)
+def test_a_mover_frozen_in_store_and_load_is_replaced(live: Observed, stack: ExitStack) -> None:
+    writer, reader = two_engines(stack, live)
     assert writer.store(PREFIX[:8], range(8)) == 8
     _, lease = reader.match(PREFIX[:8])
-    impatient.faults("store=delay:0.02;load=delay:0.1")
-    pid = impatient.mover()
+    live.faults("store=delay:0.02;load=delay:0.1")
+    pid = live.mover()
     load = reader.ask_load(lease, range(8))
     store = writer.ask_store(PREFIX[8:], range(8, BLOCKS), parent=PREFIX[7])
     wait_until(lambda: not reader.control.quiet())
@@ -185,16 +177,14 @@ def test_a_mover_frozen_in_store_and_load_is_replaced(impatient: Observed) -> No
         reader.reply(load, 1.0).result()
     assert 1.0 < time.monotonic() - started < 5.0
     assert is_gone(pid)
-    impatient.faults("")
+    live.faults("")
     for rank in (writer, reader):
         rank.ready(5.0)
     assert_all_works(writer, reader)
-    writer.close()
-    reader.close()
 
 
-def test_a_frozen_mover_that_does_not_confirm_a_cancel_is_replaced_sooner(live: Observed) -> None:
-    writer, reader = two_engines(live)
+def test_a_frozen_mover_that_does_not_confirm_a_cancel_is_replaced_sooner(live: Observed, stack: ExitStack) -> None:
+    writer, reader = two_engines(stack, live)
     assert writer.store(PREFIX[:4], range(4)) == 4
     _, lease = reader.match(PREFIX[:4])
     live.faults("load=delay:0.1")
@@ -207,42 +197,39 @@ def test_a_frozen_mover_that_does_not_confirm_a_cancel_is_replaced_sooner(live: 
     assert reader.call("cancel", job=job)["running"]
     with pytest.raises(CopyFailed, match="it did not confirm a cancelled copy"):
         reader.reply(load, 4.0).result()
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < 1.5
     live.faults("")
     for rank in (writer, reader):
         rank.ready(5.0)
     assert_all_works(writer, reader)
-    writer.close()
-    reader.close()
 
 
-def test_a_frozen_mover_keeps_no_memory_of_the_dead_for_long(live: Observed) -> None:
-    writer, reader = two_engines(live)
+def test_a_frozen_mover_keeps_no_memory_of_the_dead_for_long(live: Observed, stack: ExitStack) -> None:
+    writer, reader = two_engines(stack, live)
     pid = live.mover()
     assert reader.shared.handle.name in live.maps()
+    # It has just been heard of: silence alone would not do yet.
+    assert writer.store(PREFIX[:1], [0]) == 1
     os.kill(pid, signal.SIGSTOP)
-    reader.close()
-    wait_until(lambda: is_gone(pid), 3.0)
+    reader.call("unregister")
+    wait_until(lambda: is_gone(pid), 1.4)
     writer.ready(5.0)
     assert reader.shared.handle.name not in live.maps()
     assert writer.shared.handle.name in live.maps()
     assert writer.store(PREFIX, range(BLOCKS)) == BLOCKS
-    writer.close()
 
 
-def test_a_frozen_daemon_does_not_blame_the_mover(impatient: Observed) -> None:
-    writer, reader = two_engines(impatient)
-    pid = impatient.mover()
-    impatient.handle.process.send_signal(signal.SIGSTOP)
+def test_a_frozen_daemon_does_not_blame_the_mover(live: Observed, stack: ExitStack) -> None:
+    writer, reader = two_engines(stack, live)
+    pid = live.mover()
+    live.handle.process.send_signal(signal.SIGSTOP)
     try:
         time.sleep(2.0)
     finally:
-        impatient.handle.process.send_signal(signal.SIGCONT)
+        live.handle.process.send_signal(signal.SIGCONT)
     time.sleep(0.6)
-    assert impatient.mover() == pid
+    assert live.mover() == pid
     assert_all_works(writer, reader)
-    writer.close()
-    reader.close()
 
 
 def test_a_mover_ends_when_its_daemon_is_killed() -> None:

@@ -799,7 +799,7 @@ def test_leases_end_by_themselves_but_not_under_a_load() -> None:
         assert rank.store(prefix, range(16)) == 16
         _, forgotten = idle.match(prefix)
         _, lease = rank.match(prefix)
-        live.faults("load=delay:0.07")
+        live.faults("load=delay:0.05")
         request = rank.ask_load(lease, range(16, 32))
         # Nothing else is asked meanwhile: time alone ends the lease that nobody uses.
         assert rank.reply(request).result()["loaded"] == 16
@@ -810,10 +810,10 @@ def test_leases_end_by_themselves_but_not_under_a_load() -> None:
             idle.load(forgotten, [0])
         assert rank.load(lease, [16]) == 1
         live.settle(sessions=2, engines=2)
-        live.faults("load=delay:0.07")
+        live.faults("load=delay:0.05")
         blocks = pack_blocks(range(16))
         request = rank.ask("get", job=rank.next_job(), keys=rank.keys(prefix), blocks=blocks)
-        time.sleep(0.9)
+        time.sleep(0.65)
         assert live.gauges()["pool_pinned_blocks"] == 16
         assert rank.reply(request).result()["found"] == b"\x01" * 16
         assert live.gauges()["leases"] == 0

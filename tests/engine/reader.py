@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from functools import cache
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -22,23 +22,39 @@ import json, sys
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 kv_cache_utils.init_none_hash(sha256)
-tokens, block, salt = json.loads(sys.argv[1])
-hashes = []
-for start in range(0, len(tokens) - block + 1, block):
-    parent = hashes[-1] if hashes else None
-    extra = (("cache_salt", salt),) if salt and not hashes else None
-    hashes.append(kv_cache_utils.hash_block_tokens(sha256, parent, tokens[start : start + block], extra))
-print("hashes", *(bytes(one).hex() for one in hashes))
+for tokens, block, salt in json.load(sys.stdin):
+    hashes = []
+    for start in range(0, len(tokens) - block + 1, block):
+        parent = hashes[-1] if hashes else None
+        extra = (("cache_salt", salt),) if salt and not hashes else None
+        hashes.append(kv_cache_utils.hash_block_tokens(sha256, parent, tokens[start : start + block], extra))
+    print("hashes", *(bytes(one).hex() for one in hashes))
 """
 
+_Prompt = tuple[tuple[int, ...], int, str]
+_known: dict[_Prompt, list[bytes]] = {}
 
-@cache
-def prefix_hashes(tokens: tuple[int, ...], block_tokens: int, salt: str = "") -> list[bytes]:
-    """vLLM's own hashes of the full blocks of a prompt (sha256), from a process of its own."""
-    command = [sys.executable, "-W", "ignore", "-c", _HASH_PROGRAM, json.dumps([tokens, block_tokens, salt])]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-    line = next(line for line in said.splitlines() if line.startswith("hashes"))
-    return [bytes.fromhex(one) for one in line.split()[1:]]
+
+def learn_hashes(prompts: Iterable[tuple[list[int], int, str]]) -> None:
+    """vLLM's own hashes of the full blocks of prompts (tokens, tokens per block, salt); sha256.
+
+    From one process of its own: vLLM takes seconds to import, and would stay in this one.
+    """
+    wanted = [(tuple(tokens), block, salt) for tokens, block, salt in prompts]
+    wanted = [one for one in wanted if one not in _known]
+    if not wanted:
+        return
+    command = [sys.executable, "-W", "ignore", "-c", _HASH_PROGRAM]
+    said = subprocess.run(command, input=json.dumps(wanted), capture_output=True, text=True, check=True, timeout=180)
+    lines = [line.split()[1:] for line in said.stdout.splitlines() if line.startswith("hashes")]
+    for one, hashes in zip(wanted, lines, strict=True):
+        _known[one] = [bytes.fromhex(each) for each in hashes]
+
+
+def prefix_hashes(tokens: list[int], block_tokens: int, salt: str = "") -> list[bytes]:
+    """The hashes of one prompt."""
+    learn_hashes([(tokens, block_tokens, salt)])
+    return _known[tuple(tokens), block_tokens, salt]
 
 
 class Reader:
@@ -77,7 +93,7 @@ class Reader:
     def blocks(self, tokens: list[int], block_tokens: int, salt: str = "") -> list[npt.NDArray[np.float32]]:
         """The resident leading blocks of a prompt, as float32."""
         make = KeyMaker(self._namespace, 0)
-        keys = b"".join(make(prefix) for prefix in prefix_hashes(tuple(tokens), block_tokens, salt))
+        keys = b"".join(make(prefix) for prefix in prefix_hashes(tokens, block_tokens, salt))
         matched = self._channel.call("match", {"keys": keys}, 5)
         if not matched["hit"]:
             return []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reader import Reader
+from reader import Reader, learn_hashes
 from test_behaviour import CONFIRM, Node
 from test_topologies import LAYER_BYTES, LAYERS
 from vllm_server import BLOCK_TOKENS, Topology, full_hit, prompt
@@ -50,6 +50,7 @@ def kv(node: Node, tokens: list[int]) -> list[np.ndarray]:
 @pytest.fixture(scope="module")
 def alone(node: Node) -> tuple[list[list[int]], list[list[np.ndarray]]]:
     """Answers and KV of each request of the storm when it runs by itself."""
+    learn_hashes((one, BLOCK_TOKENS, "") for one in STORM)
     tokens = [node.engine.ask(one, OUTPUT_TOKENS).tokens for one in STORM]
     node.quiet()
     blocks = [kv(node, one) for one in STORM]

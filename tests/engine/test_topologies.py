@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reader import Reader
+from reader import Reader, learn_hashes
 from vllm_server import BLOCK_TOKENS, Answer, Topology, Vllm, full_hit, prompt
 
 from tests.conftest import DaemonFactory, DaemonHandle
@@ -99,6 +99,12 @@ def settled(daemon: DaemonHandle, name: str, value: int) -> dict[str, int]:
 def archive(start_engine, daemons: DaemonFactory) -> Archive:
     daemon = daemons(HPKV_KV_MEM_POOL_SIZE="512m", HPKV_SUBMIT_DEADLINE_MS=5000)
     made = Archive(daemon, b"", {}, {}, {}, {})
+    learn_hashes(
+        (tokens, BLOCK_TOKENS, salt)
+        for topology in TOPOLOGIES
+        for tokens in prompts_of(topology)
+        for salt in ("", topology.name)
+    )
     total = 0
     for topology in TOPOLOGIES:
         engine = start_engine(topology, daemon)

@@ -144,7 +144,8 @@ def main(name: str, about: str | None, run: Callable[[bool], Found], urgent: boo
     arguments = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGHUP):
         # What was started is ended on the way out.
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     if urgent:
         go_first()
     target = arguments.json or RESULTS / f"{name}.json"

@@ -243,6 +243,8 @@ class FakeService:
             raise UsageError(f"lease {body['lease']} covers {len(keys)} blocks")
         if any((engine.namespace, key) not in self.blocks for key in wanted):
             raise UsageError(f"lease {body['lease']} covers only the blocks that were found")
+        if any((engine.namespace, key) not in self.blocks for key in wanted):
+            raise UsageError(f"lease {body['lease']} covers only the blocks that were found")
         self._fill(engine, rank, wanted, blocks)
         return {"loaded": len(blocks)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -43,15 +44,15 @@ _NICE = -10
 """Engine processes spin while they wait for the daemon; on few cores it must go first to be of use."""
 
 
-def _claim_priority() -> None:
+def _claim_priority() -> bool:
     try:
         os.setpriority(os.PRIO_PROCESS, 0, _NICE)
         # Where the kernel groups processes by session, this is what counts against other sessions.
-        Path("/proc/self/autogroup").write_text(str(_NICE))
-    except FileNotFoundError:
-        return
+        with contextlib.suppress(FileNotFoundError):
+            Path("/proc/self/autogroup").write_text(str(_NICE))
     except OSError:
-        log.info("running at normal priority (no right to raise it)")
+        return False
+    return True
 
 
 def _claim_descriptors() -> None:
@@ -67,9 +68,9 @@ def serve(settings: Settings, origins: dict[str, str], progress: Progress) -> No
     pool next, the socket last, so that a client that connects finds a daemon that can serve.
     """
     _log_to(settings)
-    _claim_priority()
-    _claim_descriptors()
     with _Stop() as stop, InstanceLock(Path(settings.socket)) as lock:
+        goes_first = _claim_priority()
+        _claim_descriptors()
 
         def allocated(done_bytes: int, total_bytes: int) -> None:
             stop.check()
@@ -78,12 +79,12 @@ def serve(settings: Settings, origins: dict[str, str], progress: Progress) -> No
         pool = Pool.open(Path(settings.pool_path), settings.pool_size, allocated)
         try:
             lock.describe(pool.path)
-            uvloop.run(_run(settings, origins, pool, stop))
+            uvloop.run(_run(settings, origins, pool, stop, goes_first))
         finally:
             pool.close(unlink=True)
 
 
-async def _run(settings: Settings, origins: dict[str, str], pool: Pool, stop: _Stop) -> None:
+async def _run(settings: Settings, origins: dict[str, str], pool: Pool, stop: _Stop, goes_first: bool) -> None:
     loop = asyncio.get_running_loop()
     store = BlockStore(pool.size, POLICIES[settings.policy], first_lease=secrets.randbits(40) << 20)
     faults = Faults(settings.faults)
@@ -131,6 +132,8 @@ async def _run(settings: Settings, origins: dict[str, str], pool: Pool, stop: _S
         pool.size,
         identity.policy,
     )
+    if not goes_first:
+        log.info("running at normal priority (no right to raise it)")
     if settings.storage_path:
         log.info("storage path %s is checked; this version keeps blocks in memory only", settings.storage_path)
     try:

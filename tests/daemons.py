@@ -38,8 +38,8 @@ def refusal(*arguments: str, env: dict[str, str], exit_code: int, cwd: Path | No
     done = hpkvd(*arguments, env=env, cwd=cwd)
     assert done.returncode == exit_code, done.stderr
     assert done.stdout == ""
-    assert done.stderr.startswith("hpkvd: ")
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("hpkvd: "), done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
     return done.stderr
 
 

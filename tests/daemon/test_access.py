@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hpkv_client.launch import listener
-from tests.daemons import DaemonFactory, DaemonHandle, hpkvd, refusal
+from tests.daemons import HPKVD, DaemonFactory, DaemonHandle, hpkvd, refusal
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="acting as another user needs root")
@@ -118,6 +118,17 @@ def test_what_is_not_a_socket_is_refused_and_left(daemon: DaemonFactory, make: C
     before = path.lstat().st_ino
     assert "not a socket" in refusal("serve", env=env, exit_code=78)
     assert path.lstat().st_ino == before
+
+
+def test_without_the_right_to_go_first_a_refusal_is_still_one_line(
+    running: DaemonHandle, daemon: DaemonFactory
+) -> None:
+    env = daemon.environment(HPKV_SHARE_MEM_FILE_PATH=running.pool_directory)
+    powers = ["setpriv", "--bounding-set=-sys_nice"] if os.geteuid() == 0 else []
+    limits = ["prlimit", "--nice=0"]
+    done = subprocess.run([*powers, *limits, *HPKVD, "serve"], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 75
+    assert done.stderr.count("\n") == 1, done.stderr
 
 
 def test_a_live_foreign_socket_is_refused_and_left(daemon: DaemonFactory) -> None:

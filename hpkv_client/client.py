@@ -189,7 +189,7 @@ class BlockCache:
             if now.usable and now.session != link.session:
                 return None
         raise Unreachable(
-            f"hpkvd on {self._channel.socket_path} did not answer within {self._timeout:g} s",
+            f"hpkvd on {self._channel.address} did not answer within {self._timeout:g} s",
             "see 'hpkvd status' and the daemon's log",
         )
 

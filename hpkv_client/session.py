@@ -11,8 +11,8 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
+from hpkv_client.address import Address
 from hpkv_client.errors import HpkvError, NotRunning, UnknownSession, Unreachable
 from hpkv_client.transport import Channel, require_socket
 from hpkv_client.wire import PROTOCOL, Body
@@ -55,12 +55,12 @@ class SessionKeeper:
 
     def __init__(
         self,
-        socket_path: Path,
+        address: Address,
         hello: Body,
         register: Body | None = None,
         launch: Callable[[], None] | None = None,
     ) -> None:
-        self._path = socket_path
+        self._address = address
         self._hello = {"major": PROTOCOL[0], "minor": PROTOCOL[1], **hello}
         self._registration = register
         self._launch = launch
@@ -109,7 +109,7 @@ class SessionKeeper:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        channel = Channel(self._path)
+        channel = Channel(self._address)
         try:
             while not self._stopping:
                 self._wake.wait(self._step(channel))
@@ -150,7 +150,7 @@ class SessionKeeper:
             # Once: a daemon that an operator stops later stays stopped.
             launch, self._launch = self._launch, None
             launch()
-        require_socket(self._path)
+        require_socket(self._address)
 
     def _connect(self, channel: Channel) -> None:
         answer = channel.call("hello", self._hello, ANSWER_SECONDS)

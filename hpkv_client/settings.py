@@ -17,6 +17,7 @@ from hpkv_client.values import (
     format_size,
     parse_choice,
     parse_instance,
+    parse_listen,
     parse_mode,
     parse_name,
     parse_path,
@@ -127,6 +128,22 @@ _TABLE = (
     ),
     Setting("socket_group", "HPKV_SOCKET_GROUP", "--socket-group", parse_name, None, "group that owns the socket"),
     Setting(
+        "listen",
+        "HPKV_LISTEN",
+        "--listen",
+        parse_listen,
+        None,
+        "address and port for engines that run over several nodes, as in 10.0.0.1:7630; needs a key file",
+    ),
+    Setting(
+        "key_file",
+        "HPKV_KEY_FILE",
+        "--key-file",
+        parse_path,
+        None,
+        "key that all nodes of a cluster share; 'hpkvd keygen' makes one",
+    ),
+    Setting(
         "pool_size",
         "HPKV_KV_MEM_POOL_SIZE",
         "--pool-size",
@@ -231,6 +248,8 @@ class Settings:
     socket: Path
     socket_mode: int
     socket_group: str | None
+    listen: str | None
+    key_file: Path | None
     pool_size: int
     pool_path: Path
     policy: str
@@ -343,6 +362,11 @@ def load(
             place, origin = f"default of {setting.env}", "default"
         values[setting.name] = _WHEN_OFF.get(setting.name) if raw is None else _parsed(setting, raw, place)
         origins[setting.name] = origin
+    if values["listen"] and not values["key_file"]:
+        raise ConfigError(
+            "listening on the network needs a key file",
+            "make one with 'hpkvd keygen FILE', copy it to every node and set HPKV_KEY_FILE",
+        )
     if values["faults"] and environ.get(FAULTS_CONFIRMATION) != FAULTS_CONFIRMED:
         raise ConfigError(
             "fault injection is on without its confirmation",

@@ -9,7 +9,7 @@ Pure functions, no I/O; used by connectors (to register) and by the daemon (to c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -32,23 +32,59 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """One rank's place. Expert and data parallelism do not change KV and do not appear."""
+    """One rank's place. Expert and data parallelism do not change KV and do not appear.
+
+    World ranks count tp_rank fastest, then pcp_rank, then pp_rank; every node has equally many, in this order.
+    Decode context parallelism (``dcp_size``) makes no ranks of its own: it splits tokens, ``dcp_interleave`` at a
+    time, over ranks that hold the same heads.
+    """
 
     tp_size: int = 1
     tp_rank: int = 0
     pp_size: int = 1
     pp_rank: int = 0
-    context_parallel_size: int = 1
+    pcp_size: int = 1
+    pcp_rank: int = 0
+    dcp_size: int = 1
+    dcp_interleave: int = 1
+    nodes: int = 1
 
     @property
     def world(self) -> int:
         """Ranks of one engine replica."""
-        return self.tp_size * self.pp_size
+        return self.tp_size * self.pcp_size * self.pp_size
 
     @property
     def rank(self) -> int:
         """Position among the ranks of one engine replica."""
-        return self.pp_rank * self.tp_size + self.tp_rank
+        return (self.pp_rank * self.pcp_size + self.pcp_rank) * self.tp_size + self.tp_rank
+
+    @property
+    def node_world(self) -> int:
+        """Ranks of one engine replica on each of its nodes."""
+        return self.world // self.nodes
+
+    @property
+    def node(self) -> int:
+        """The node of this rank among those of its engine replica."""
+        return self.rank // self.node_world
+
+    @property
+    def node_rank(self) -> int:
+        """Position among the engine's ranks on the same node."""
+        return self.rank % self.node_world
+
+    @property
+    def node_mates(self) -> list[Parallel]:
+        """The ranks of the same pipeline stage on the same node, this one among them."""
+        stage = self.tp_size * self.pcp_size
+        first = self.node * self.node_world
+        mates = []
+        for rank in range(first, first + self.node_world):
+            place = rank % stage
+            if rank // stage == self.pp_rank:
+                mates.append(replace(self, tp_rank=place % self.tp_size, pcp_rank=place // self.tp_size))
+        return mates
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,40 +103,99 @@ class KvTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadSplit:
-    """The KV heads one rank holds, and which of its equal replicas it is."""
+class Split:
+    """What one rank holds of each layer that its node holds, and which of its equal replicas it is.
 
-    total: int
-    first: int
-    local: int
-    replicas: int
-    replica: int
-
-
-def split_heads(model: ModelShape, parallel: Parallel) -> HeadSplit:
-    """The KV heads of ``parallel.tp_rank``.
-
-    MLA latents and KV heads fewer than ranks are replicated: rank ``r`` of ``tp_size // kv_heads`` replicas
-    holds head ``r // replicas`` (vLLM's QKVParallelLinear places them so).
+    ``heads`` of the node's ``total_heads`` KV heads from ``first_head`` on; of their tokens every
+    ``token_shards``-th group of ``interleave``, from the ``token_shard``-th on. ``scope`` names the heads that the
+    node holds, empty if all of the model.
     """
-    if parallel.context_parallel_size != 1:
-        raise LayoutRefused(
-            "context parallelism splits tokens over ranks", "run without --decode-context-parallel-size"
-        )
-    if not 0 <= parallel.tp_rank < parallel.tp_size:
-        raise LayoutRefused(f"rank {parallel.tp_rank} of {parallel.tp_size} tensor-parallel ranks")
-    if model.latent:
-        return HeadSplit(1, 0, 1, parallel.tp_size, parallel.tp_rank)
-    heads, tp_size = model.kv_heads, parallel.tp_size
+
+    total_heads: int
+    first_head: int
+    heads: int
+    replicas: int = 1
+    replica: int = 0
+    token_shards: int = 1
+    token_shard: int = 0
+    interleave: int = 1
+    scope: str = ""
+
+
+def split_of(model: ModelShape, parallel: Parallel) -> Split:
+    """What the rank holds of the KV on its node.
+
+    On several nodes each node's daemon keeps what the ranks there hold: heads are counted from the node's first,
+    replicas are those on the node.
+    """
+    _require_place(parallel)
+    whole = _engine_split(model, parallel)
+    if parallel.nodes == 1:
+        return whole
+    mates = {mate.rank: _engine_split(model, mate) for mate in parallel.node_mates}
+    firsts = sorted({split.first_head for split in mates.values()})
+    if firsts != list(range(firsts[0], firsts[0] + len(firsts) * whole.heads, whole.heads)):
+        raise LayoutRefused("the ranks of one node hold heads that are not neighbours")
+    for first in firsts:
+        shards = sorted(split.token_shard for split in mates.values() if split.first_head == first)
+        replicas = len(shards) // whole.token_shards
+        if shards != sorted(list(range(whole.token_shards)) * replicas):
+            raise LayoutRefused(
+                "context parallelism splits the tokens of one head over nodes",
+                "choose --decode-context-parallel-size so that each node holds whole heads",
+            )
+    equal = [
+        rank
+        for rank, split in mates.items()
+        if (split.first_head, split.token_shard) == (whole.first_head, whole.token_shard)
+    ]
+    held = len(firsts) * whole.heads
+    return replace(
+        whole,
+        total_heads=held,
+        first_head=whole.first_head - firsts[0],
+        replicas=len(equal),
+        replica=equal.index(parallel.rank),
+        scope="" if held == whole.total_heads else f"[{firsts[0]}:{firsts[0] + held}/{whole.total_heads}]",
+    )
+
+
+def _require_place(parallel: Parallel) -> None:
+    ranges = (
+        ("tensor-parallel", parallel.tp_rank, parallel.tp_size),
+        ("pipeline", parallel.pp_rank, parallel.pp_size),
+        ("prefill-context-parallel", parallel.pcp_rank, parallel.pcp_size),
+    )
+    for kind, rank, size in ranges:
+        if not 0 <= rank < size:
+            raise LayoutRefused(f"rank {rank} of {size} {kind} ranks")
+    if parallel.nodes < 1 or parallel.world % parallel.nodes:
+        raise LayoutRefused(f"{parallel.world} ranks do not divide over {parallel.nodes} nodes")
+
+
+def _engine_split(model: ModelShape, parallel: Parallel) -> Split:
+    """The split over all ranks of the engine.
+
+    MLA latents and KV heads fewer than ranks are replicated: of ``tp_size`` ranks, ``tp_size // kv_heads``
+    neighbours hold the same head (vLLM's QKVParallelLinear places them so), and each of them once more per
+    prefill-context-parallel rank. Decode context parallelism deals the tokens out to ``dcp_size`` neighbours among
+    these, prefill-context-parallel ranks first (the order of vLLM's DCP groups).
+    """
+    heads, tp_size = 1 if model.latent else model.kv_heads, parallel.tp_size
     if heads < 1:
         raise LayoutRefused(f"a model of {heads} KV heads")
-    if heads >= tp_size and heads % tp_size == 0:
-        local = heads // tp_size
-        return HeadSplit(heads, parallel.tp_rank * local, local, 1, 0)
-    if heads < tp_size and tp_size % heads == 0:
-        replicas = tp_size // heads
-        return HeadSplit(heads, parallel.tp_rank // replicas, 1, replicas, parallel.tp_rank % replicas)
-    raise LayoutRefused(f"{heads} KV heads do not divide over {tp_size} tensor-parallel ranks")
+    local, replicas = max(1, heads // tp_size), max(1, tp_size // heads)
+    if local * tp_size != heads * replicas:
+        raise LayoutRefused(f"{heads} KV heads do not divide over {tp_size} tensor-parallel ranks")
+    first = parallel.tp_rank // replicas * local
+    equal, place = replicas * parallel.pcp_size, parallel.tp_rank % replicas * parallel.pcp_size + parallel.pcp_rank
+    shards = parallel.dcp_size
+    if shards < 1 or equal % shards or parallel.dcp_interleave < 1:
+        raise LayoutRefused(
+            f"tokens do not divide over {shards} decode-context-parallel ranks of {equal} with the same KV heads"
+        )
+    interleave = parallel.dcp_interleave if shards > 1 else 1
+    return Split(heads, first, local, equal // shards, place // shards, shards, place % shards, interleave)
 
 
 def element_order(tensor: KvTensor) -> str:
@@ -128,55 +223,89 @@ def _four_dimensions(tensor: KvTensor) -> tuple[int, ...]:
     raise LayoutRefused(f"layer {tensor.name}: a KV tensor of {len(tensor.shape)} dimensions")
 
 
-def layer_of(tensor: KvTensor, heads: HeadSplit, blocks: int, block_tokens: int) -> Layer:
+def layer_of(tensor: KvTensor, split: Split, blocks: int, rank_tokens: int) -> Layer:
     """The rank's runs in one layer's canonical bytes.
 
-    ``blocks`` and ``block_tokens`` are the engine's own; a tensor cut in other blocks is refused.
+    ``blocks`` and ``rank_tokens`` (tokens of one block that a rank holds) are the engine's own; a tensor cut in
+    other blocks is refused.
     """
     found_blocks, local, tokens, width, by_block, *_ = _four_dimensions(tensor)
-    if (found_blocks, tokens) != (blocks, block_tokens):
+    if (found_blocks, tokens) != (blocks, rank_tokens):
         raise LayoutRefused(
-            f"layer {tensor.name}: {found_blocks} blocks of {tokens} tokens, the engine says "
-            f"{blocks} of {block_tokens}",
+            f"layer {tensor.name}: {found_blocks} blocks of {tokens} tokens, the engine says {blocks} of {rank_tokens}",
             "choose a --block-size that the attention backend does not split",
         )
-    if local != heads.local:
+    if local != split.heads:
         raise LayoutRefused(
-            f"layer {tensor.name}: holds {local} KV heads where {heads.local} of {heads.total} were expected"
+            f"layer {tensor.name}: holds {local} KV heads where {split.heads} of {split.total_heads} were expected"
         )
+    if tokens % split.interleave:
+        raise LayoutRefused(f"layer {tensor.name}: blocks of {tokens} tokens dealt out {split.interleave} at a time")
     order = element_order(tensor)
     size = tensor.element_bytes
     token_bytes = width * size
-    head_bytes = tokens * token_bytes
-    canonical_bytes = heads.total * head_bytes
-    if by_block * size < local * head_bytes:
+    if by_block * size < local * tokens * token_bytes:
         raise LayoutRefused(f"layer {tensor.name}: blocks overlap (block stride {by_block})")
-    if order == "hnd" or heads.local == heads.total:
-        run = Run(tensor.region, tensor.offset, by_block * size, heads.first * head_bytes, local * head_bytes)
-    else:
-        run = Run(
-            tensor.region,
-            tensor.offset,
-            by_block * size,
-            heads.first * token_bytes,
-            local * token_bytes,
-            count=tokens,
-            local_step=local * token_bytes,
-            canonical_step=heads.total * token_bytes,
+    runs = _head_major(split, tokens, token_bytes) if order == "hnd" else _token_major(split, tokens, token_bytes)
+    placed = tuple(
+        Run(tensor.region, tensor.offset + local_offset, by_block * size, offset, fragment, count, step, stride)
+        for local_offset, offset, fragment, count, step, stride in runs
+    )
+    canonical_bytes = split.total_heads * tokens * split.token_shards * token_bytes
+    return Layer(tensor.name + split.scope, canonical_bytes, placed)
+
+
+_Piece = tuple[int, int, int, int, int, int]
+"""Local offset, canonical offset, fragment, count, local step, canonical step of one run; bytes."""
+
+
+def _head_major(split: Split, tokens: int, token_bytes: int) -> Iterator[_Piece]:
+    head_bytes = tokens * token_bytes
+    if split.token_shards == 1:
+        yield 0, split.first_head * head_bytes, split.heads * head_bytes, 1, 0, 0
+        return
+    group = split.interleave * token_bytes
+    for head in range(split.heads):
+        offset = (split.first_head + head) * head_bytes * split.token_shards + split.token_shard * group
+        count = tokens // split.interleave
+        yield head * head_bytes, offset, group, count, group, group * split.token_shards
+
+
+def _token_major(split: Split, tokens: int, token_bytes: int) -> Iterator[_Piece]:
+    local, total = split.heads * token_bytes, split.total_heads * token_bytes
+    first = split.first_head * token_bytes
+    if split.heads == split.total_heads:
+        group, groups = split.interleave, tokens // split.interleave
+        if split.token_shards == 1:
+            yield 0, 0, local * tokens, 1, 0, 0
+        else:
+            step = group * local
+            yield 0, split.token_shard * step, step, groups, step, step * split.token_shards
+        return
+    for within in range(split.interleave if split.token_shards > 1 else 1):
+        # One run takes the same token of each group; without token shards every token is a group.
+        offset = (split.token_shard * split.interleave + within) * total + first
+        step = split.interleave * local
+        yield (
+            within * local,
+            offset,
+            local,
+            tokens // split.interleave,
+            step,
+            step // local * total * split.token_shards,
         )
-    return Layer(tensor.name, canonical_bytes, (run,))
 
 
 def shard_of(
-    model: ModelShape, parallel: Parallel, tensors: Iterable[KvTensor], blocks: int, block_tokens: int
+    model: ModelShape, parallel: Parallel, tensors: Iterable[KvTensor], blocks: int, rank_tokens: int
 ) -> RankShard:
-    """Everything one rank registers about where its KV lies."""
-    heads = split_heads(model, parallel)
-    layers = tuple(layer_of(tensor, heads, blocks, block_tokens) for tensor in tensors)
+    """Everything one rank registers about where its KV lies; layers in the order of ``tensors``."""
+    split = split_of(model, parallel)
+    layers = tuple(layer_of(tensor, split, blocks, rank_tokens) for tensor in tensors)
     if not layers:
         raise LayoutRefused("the rank holds no KV tensor")
     _prove_apart(layers, blocks)
-    return RankShard(layers, blocks, heads.replicas, heads.replica)
+    return RankShard(layers, blocks, split.replicas, split.replica)
 
 
 def _prove_apart(layers: Sequence[Layer], blocks: int) -> None:

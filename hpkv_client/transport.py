@@ -6,12 +6,13 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import zmq
 
 from hpkv_client import wire
+from hpkv_client.address import Address, NodeAddress
 from hpkv_client.errors import ConfigError, NotPermitted, NotRunning, ProtocolError, Unreachable
 from hpkv_client.wire import Body, Reply
 
@@ -33,8 +34,10 @@ def endpoint(socket_path: Path) -> str:
     return f"ipc://{socket_path}"
 
 
-def require_socket(socket_path: Path) -> None:
-    """Raise ``NotRunning`` or ``NotPermitted`` early, instead of a time-out later."""
+def require_socket(socket_path: Address) -> None:
+    """Raise ``NotRunning`` or ``NotPermitted`` early, instead of a time-out later. Of other nodes nothing is known."""
+    if isinstance(socket_path, NodeAddress):
+        return
     try:
         mode = socket_path.stat().st_mode
     except FileNotFoundError:
@@ -51,21 +54,25 @@ def _denied(socket_path: Path) -> NotPermitted:
     return NotPermitted(f"no access to {socket_path}", "join the group of the socket, or run as its owner")
 
 
+_HEARTBEAT_MS = 2000
+"""A node that vanished without a word is noticed within two of these, and connected to anew when it is back."""
+
+
 class Channel:
     """Requests and replies over one socket. Not thread-safe; owns its socket, ``close`` it.
 
     Request ids start at random, so a late reply to an earlier process never fits one of ours.
     """
 
-    def __init__(self, socket_path: Path) -> None:
-        self.socket_path = socket_path
+    def __init__(self, address: Address) -> None:
+        self.address = address
         self.session = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._next_id = secrets.randbits(40) << 20
         self._socket = self._connect()
 
     def _connect(self) -> zmq.Socket[bytes]:
-        address = endpoint(self.socket_path)
+        place = str(self.address) if isinstance(self.address, NodeAddress) else endpoint(self.address)
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, _QUEUE)
@@ -73,7 +80,15 @@ class Channel:
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME)
-        socket.connect(address)
+        if isinstance(self.address, NodeAddress):
+            key = self.address.key
+            socket.setsockopt(zmq.CURVE_SERVERKEY, key.public)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
+            socket.setsockopt(zmq.IPV6, int(":" in self.address.place.rpartition(":")[0]))
+            socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_MS)
+        socket.connect(place)
         return socket
 
     def reset(self) -> None:
@@ -95,7 +110,7 @@ class Channel:
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
-            raise Unreachable(f"hpkvd on {self.socket_path} does not read", "see 'hpkvd status'") from None
+            raise Unreachable(f"hpkvd on {self.address} does not read", "see 'hpkvd status'") from None
         return self._next_id
 
     def replies(self, timeout: float = 0.0) -> Iterator[Reply]:
@@ -124,6 +139,14 @@ class Channel:
                 if reply.id == request:
                     return reply.result()
         raise Unreachable(
-            f"hpkvd on {self.socket_path} did not answer {verb} within {timeout:g} s",
+            f"hpkvd on {self.address} did not answer {verb} within {timeout:g} s",
             "see 'hpkvd status' and the daemon's log",
         )
+
+
+def await_any(channels: Iterable[Channel], timeout: float) -> None:
+    """Wait up to ``timeout`` seconds until one of several channels has a reply."""
+    poller = zmq.Poller()
+    for channel in channels:
+        poller.register(channel._socket, zmq.POLLIN)
+    poller.poll(max(1, round(timeout * 1000)))

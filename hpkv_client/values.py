@@ -5,6 +5,7 @@ Each parser raises ``ConfigError`` that says what is wrong with the value; the c
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import re
@@ -159,6 +160,25 @@ def parse_socket(value: object) -> Path:
             "set HPKV_SOCKET to a shorter path",
         )
     return path
+
+
+def parse_listen(value: object) -> str:
+    """``HOST:PORT`` to listen on: an IP address of this machine (IPv6 in brackets) or ``*`` for all of them."""
+    text = parse_name(value).removeprefix("tcp://")
+    host, colon, port = text.rpartition(":")
+    if not colon or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
+        raise ConfigError("not HOST:PORT", "write an IP address and a port, as in 10.0.0.1:7630")
+    bracketed = host.startswith("[") and host.endswith("]")
+    try:
+        if host not in ("*", "0.0.0.0", "[::]"):
+            address = ipaddress.ip_address(host[1:-1] if bracketed else host)
+            if bracketed != (address.version == 6):
+                raise ValueError
+    except ValueError:
+        raise ConfigError(
+            f"{host!r} is no IP address", "write an address of this machine, an IPv6 one in brackets, or *"
+        ) from None
+    return f"{host}:{int(port)}"
 
 
 def parse_instance(value: object) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import uvloop
 
+from hpkv_client.address import read_key
 from hpkv_client.settings import Settings, report
 from hpkv_daemon.core.policy import POLICIES
 from hpkv_daemon.core.store import BlockStore
@@ -26,6 +27,7 @@ from hpkv_daemon.movers.base import Mover
 from hpkv_daemon.movers.faults import Faults
 from hpkv_daemon.movers.host import HostMover
 from hpkv_daemon.pool.file import Pool
+from hpkv_daemon.server.local import LocalRouter
 from hpkv_daemon.server.router import Router
 from hpkv_daemon.service.report import Identity
 from hpkv_daemon.service.service import Service, new_epoch
@@ -90,7 +92,12 @@ async def _run(settings: Settings, origins: dict[str, str], pool: Pool, stop: _S
     faults = Faults(settings.faults)
     if settings.faults:
         log.warning("fault hooks are on: %s", settings.faults)
-    router = Router(Path(settings.socket), settings.socket_mode, settings.socket_group, loop)
+    local = LocalRouter(Path(settings.socket), settings.socket_mode, settings.socket_group, loop)
+    routers: list[Router] = [local]
+    if settings.listen and settings.key_file:
+        from hpkv_daemon.server.network import NetworkRouter
+
+        routers.append(NetworkRouter(settings.listen, read_key(settings.key_file), loop))
     reported = report(settings, origins)
     identity = Identity(
         pid=os.getpid(),
@@ -114,12 +121,13 @@ async def _run(settings: Settings, origins: dict[str, str], pool: Pool, stop: _S
         identity,
         loop,
         time.monotonic,
-        router.send,
+        local.send,
         settings.lease_seconds,
         faults,
     )
     ticker = asyncio.create_task(_tick(service))
-    router.serve(service.handle)
+    for router in routers:
+        router.serve(service.handle)
     # What exists now lives as long as the daemon: no collection needs to look at it again.
     gc.collect()
     gc.freeze()
@@ -132,6 +140,8 @@ async def _run(settings: Settings, origins: dict[str, str], pool: Pool, stop: _S
         pool.size,
         identity.policy,
     )
+    if settings.listen:
+        log.info("serving other nodes on %s, with the key in %s", settings.listen, settings.key_file)
     if not goes_first:
         log.info("running at normal priority (no right to raise it)")
     if settings.storage_path:
@@ -141,7 +151,8 @@ async def _run(settings: Settings, origins: dict[str, str], pool: Pool, stop: _S
         log.info("stopping")
     finally:
         ticker.cancel()
-        router.close()
+        for router in routers:
+            router.close()
         service.close()
 
 

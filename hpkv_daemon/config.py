@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpkv_client.address import read_key
 from hpkv_client.errors import ConfigError, NotPermitted
 from hpkv_client.settings import Settings, check_environment, config_path, load, read_file
 from hpkv_client.values import format_size, ram_bytes
@@ -52,6 +53,8 @@ def prepare(settings: Settings) -> list[str]:
     _check_room(settings)
     if settings.storage_path is not None:
         ensure_directory(settings.storage_path, "storage directory")
+    if settings.key_file is not None:
+        read_key(settings.key_file)
     return _warnings(settings)
 
 

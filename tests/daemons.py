@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,14 @@ def refusal(*arguments: str, env: dict[str, str], exit_code: int, cwd: Path | No
 
 
 class DaemonHandle:
-    """A running ``hpkvd serve``. ``env`` makes any process use it; ``log`` is what it wrote."""
+    """A running ``hpkvd serve``. ``env`` makes any process use it; ``log`` is what it wrote.
 
-    def __init__(self, env: dict[str, str], log: Path) -> None:
+    ``prefix`` is a command that starts it somewhere else, a network namespace for instance, and becomes it.
+    """
+
+    def __init__(self, env: dict[str, str], log: Path, prefix: Sequence[str] = ()) -> None:
         self.env = env
+        self._prefix = prefix
         self.log = log
         self.socket = Path(env["HPKV_SOCKET"])
         self.pool_directory = Path(env["HPKV_SHARE_MEM_FILE_PATH"])
@@ -62,7 +67,7 @@ class DaemonHandle:
     def _spawn(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
             process = subprocess.Popen(
-                [*HPKVD, "serve"], env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                [*self._prefix, *HPKVD, "serve"], env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         try:
             self._await_answer(process)
@@ -146,9 +151,9 @@ class DaemonFactory:
         self._directories.append(directory)
         return directory
 
-    def __call__(self, **env: Any) -> DaemonHandle:
+    def __call__(self, *prefix: str, **env: Any) -> DaemonHandle:
         whole = self.environment(**env)
-        handle = DaemonHandle(whole, Path(whole["HPKV_CONFIG"]).with_suffix(".out"))
+        handle = DaemonHandle(whole, Path(whole["HPKV_CONFIG"]).with_suffix(".out"), prefix)
         self._handles.append(handle)
         return handle
 

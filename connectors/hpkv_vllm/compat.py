@@ -19,19 +19,37 @@ _SMALLEST_POOL = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One KV-cache group of the engine. ``window_tokens`` is 0 for full attention."""
+    """One KV-cache group of the engine. ``window_tokens`` is 0 for full attention.
+
+    A block spans ``block_tokens``, of which each rank holds ``rank_tokens``: fewer under decode context parallelism.
+    """
 
     number: int
     block_tokens: int
+    rank_tokens: int
     window_tokens: int
 
 
-def groups_of(kv_cache_config: Any) -> list[Group]:
+def groups_of(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
     """The engine's KV-cache groups. Raises ``LayoutRefused`` for kinds of state that blocks cannot restore."""
-    return [
-        Group(number, int(group.kv_cache_spec.block_size), _window_of(number, group.kv_cache_spec))
-        for number, group in enumerate(kv_cache_config.kv_cache_groups)
-    ]
+    found = []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        tokens = int(spec.block_size)
+        span = tokens * _token_shards(vllm_config.parallel_config, spec)
+        found.append(Group(number, span, tokens, _window_of(number, spec)))
+    return found
+
+
+def _token_shards(config: Any, spec: Any) -> int:
+    """Over how many ranks the tokens of a block are dealt out."""
+    dcp_size = int(getattr(config, "decode_context_parallel_size", 1))
+    pcp_size = int(getattr(config, "prefill_context_parallel_size", 1))
+    if dcp_size * pcp_size > 1 and not hasattr(spec, "dcp_sharded"):
+        raise LayoutRefused(
+            "context parallelism of this version of vLLM is not known", "use vLLM 0.32 or later, or run without it"
+        )
+    return dcp_size if getattr(spec, "dcp_sharded", False) else 1
 
 
 def _window_of(number: int, spec: Any) -> int:
@@ -78,23 +96,28 @@ def model_shapes(vllm_config: Any) -> list[ModelShape]:
 
 def parallel_of(vllm_config: Any) -> Parallel:
     """This rank's place, as the engine sees it. Worker processes only."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+    from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 
     config = vllm_config.parallel_config
-    nodes = int(getattr(config, "nnodes_within_dp", 1))
-    if nodes > 1:
-        raise LayoutRefused(
-            f"the engine's ranks are spread over {nodes} nodes",
-            "HPKV keeps engines of one node; this engine runs without it",
-        )
+    pcp_size = int(getattr(config, "prefill_context_parallel_size", 1))
     return Parallel(
         tp_size=config.tensor_parallel_size,
         tp_rank=get_tp_group().rank_in_group,
         pp_size=config.pipeline_parallel_size,
         pp_rank=get_pp_group().rank_in_group,
-        context_parallel_size=getattr(config, "decode_context_parallel_size", 1)
-        * getattr(config, "prefill_context_parallel_size", 1),
+        pcp_size=pcp_size,
+        pcp_rank=get_pcp_group().rank_in_group if pcp_size > 1 else 0,
+        dcp_size=int(getattr(config, "decode_context_parallel_size", 1)),
+        dcp_interleave=int(getattr(config, "cp_kv_cache_interleave_size", None) or 1),
+        nodes=int(getattr(config, "nnodes_within_dp", 1)),
     )
+
+
+def host_address() -> str:
+    """The address by which other nodes of the engine reach this one (``VLLM_HOST_IP``, or the default route's)."""
+    from vllm.utils.network_utils import get_ip
+
+    return str(get_ip())
 
 
 class KvMemory:

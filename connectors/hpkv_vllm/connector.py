@@ -48,11 +48,11 @@ class HpkvConnectorV1(KVConnectorBase_V1, SupportsHMA):
             return
         _show_client_log()
         try:
-            compat.groups_of(kv_cache_config)
+            compat.groups_of(vllm_config, kv_cache_config)
             settings = from_environment(os.environ)
             engine = str(vllm_config.kv_transfer_config.engine_id)
             if role == KVConnectorRole.SCHEDULER:
-                self._scheduler = SchedulerConnector(vllm_config, kv_cache_config, settings, engine)
+                self._scheduler = SchedulerConnector(vllm_config, kv_cache_config, settings)
             else:
                 self._worker = WorkerConnector(vllm_config, kv_cache_config, settings, engine)
         except HpkvError as problem:

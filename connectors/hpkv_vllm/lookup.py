@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from vllm.logger import init_logger
 
-from hpkv_client.errors import HpkvError, Unreachable
+from hpkv_client.address import Address, NodeAddress, read_key
+from hpkv_client.errors import ConfigError, HpkvError, Unreachable
 from hpkv_client.prefix import Found
 from hpkv_client.session import SessionKeeper
 from hpkv_client.settings import Settings
-from hpkv_client.transport import Channel
+from hpkv_client.transport import Channel, await_any
 from hpkv_client.wire import Reply
 from hpkv_vllm.metadata import Part
 
@@ -47,22 +47,24 @@ class Lookup:
 
 
 class Directory:
-    """The daemon as the scheduler sees it: one session for each part of the engine. Engine core's thread only."""
+    """The daemons as the scheduler sees them: one session for each part of the engine. Engine core's thread only.
 
-    def __init__(self, settings: Settings, engine: str, parts: Sequence[Part]) -> None:
-        path = Path(settings.socket)
+    An engine on one node has one daemon; of one over several nodes, each node's daemon keeps parts of its own, and
+    all are asked at once.
+    """
+
+    def __init__(self, settings: Settings, parts: Sequence[Part]) -> None:
         self.parts = tuple(parts)
         self._settings = settings
-        self._channel = Channel(path)
+        addresses = [_address(part, settings) for part in self.parts]
+        self._channels = {address: Channel(address) for address in addresses}
+        self._channel_of = [self._channels[address] for address in addresses]
         self._lookups: dict[int, Lookup] = {}
         self._sessions: list[int] = []
         self._wait_left = STEP_WAIT_SECONDS
         self._keepers = [
-            SessionKeeper(
-                path,
-                {"name": "scheduler", "engine": f"{engine}/{part.name}", "instance": settings.instance},
-            )
-            for part in self.parts
+            SessionKeeper(address, {"name": "scheduler", "engine": part.engine, "instance": _instance(part, settings)})
+            for part, address in zip(self.parts, addresses, strict=True)
         ]
         for keeper in self._keepers:
             keeper.start()
@@ -93,7 +95,7 @@ class Directory:
             verb = "acquire" if part.window_tokens else "match"
             body = {"keys": b"".join(keys[index][:MAX_KEYS])}
             try:
-                request = self._channel.send(verb, body, self._keepers[index].link.session)
+                request = self._channel_of[index].send(verb, body, self._keepers[index].link.session)
             except Unreachable:
                 self._suspect()
                 return None
@@ -130,10 +132,13 @@ class Directory:
 
     def receive(self, timeout: float = 0.0) -> None:
         """Take the replies that are here, waiting up to ``timeout`` seconds for the first."""
-        for reply in self._channel.replies(timeout):
-            lookup = self._lookups.pop(reply.id, None)
-            if lookup is not None:
-                self._take(lookup, lookup.waiting.pop(reply.id), reply)
+        if timeout > 0:
+            await_any(self._channels.values(), timeout)
+        for channel in self._channels.values():
+            for reply in channel.replies():
+                lookup = self._lookups.pop(reply.id, None)
+                if lookup is not None:
+                    self._take(lookup, lookup.waiting.pop(reply.id), reply)
 
     def _take(self, lookup: Lookup, index: int, reply: Reply) -> None:
         part = self.parts[index]
@@ -166,7 +171,7 @@ class Directory:
             if not link.usable:
                 continue
             try:
-                self._channel.send("release", {"lease": lease}, link.session)
+                self._channel_of[index].send("release", {"lease": lease}, link.session)
             except Unreachable:
                 self._suspect()
                 return
@@ -175,23 +180,37 @@ class Directory:
         """Forget the engine's blocks in the daemon; False if that could not be confirmed."""
         if not self.usable:
             return False
-        channel = Channel(self._channel.socket_path)
-        try:
-            for keeper in self._keepers:
-                channel.session = keeper.link.session
+        for keeper, address in zip(self._keepers, [channel.address for channel in self._channel_of], strict=True):
+            channel = Channel(address)
+            channel.session = keeper.link.session
+            try:
                 channel.call("reset", {}, RESET_SECONDS)
-        except HpkvError as problem:
-            log.warning("HPKV: reset failed: %s", problem)
-            return False
-        finally:
-            channel.close()
+            except HpkvError as problem:
+                log.warning("HPKV: reset failed: %s", problem)
+                return False
+            finally:
+                channel.close()
         return True
 
     def close(self) -> None:
         """Leave the daemon politely."""
         for keeper in self._keepers:
             keeper.stop()
-        self._channel.close()
+        for channel in self._channels.values():
+            channel.close()
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self.parts)
+
+
+def _address(part: Part, settings: Settings) -> Address:
+    if not part.place:
+        return settings.socket
+    if settings.key_file is None:
+        raise ConfigError(f"no key for the daemon at {part.place}", "set HPKV_KEY_FILE on every node")
+    return NodeAddress(part.place, read_key(settings.key_file))
+
+
+def _instance(part: Part, settings: Settings) -> str:
+    """Names of instances are a node's own."""
+    return "" if part.place else settings.instance

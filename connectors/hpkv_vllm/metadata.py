@@ -15,20 +15,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 class Part:
     """What one daemon keeps apart from the rest of an engine's KV: layers of one group with one split of heads.
 
-    ``name`` is what the engine is called at the daemon for this part, behind its own id.
+    ``engine`` is what the engine is called at that daemon, ``place`` the daemon's ``HOST:PORT`` if it runs on
+    another node than the scheduler.
     """
 
     name: str
     group: int
     block_tokens: int
     window_tokens: int
+    engine: str
+    place: str = ""
 
 
 @dataclass(slots=True)
 class RankParts(KVConnectorHandshakeMetadata):
-    """Handshake, worker to scheduler: the parts of which this rank holds layers."""
+    """Handshake, worker to scheduler: the parts of which this rank holds layers, and the machine it runs on."""
 
     parts: tuple[Part, ...]
+    machine: str = ""
 
 
 @dataclass(slots=True)

@@ -11,11 +11,12 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from hpkv_client.errors import HpkvError
 from hpkv_client.prefix import usable_tokens
 from hpkv_client.settings import Settings
 from hpkv_client.types import KeyMaker
 from hpkv_vllm import compat
-from hpkv_vllm.identity import fingerprint
+from hpkv_vllm.identity import fingerprint, machine_id
 from hpkv_vllm.lookup import MAX_KEYS, Directory, Lookup
 from hpkv_vllm.metadata import Load, Part, Piece, RankParts, StepMetadata, Store, WorkerMetadata
 
@@ -23,6 +24,10 @@ log = init_logger("vllm.hpkv.scheduler")
 
 _MAX_PINNED_SHARE = 4
 """At most one part in this many of the engine's blocks is pinned for stores at any time."""
+
+
+_RETRIES = 1
+"""A load that failed is tried again so often: a copy may fail once, but a daemon that always fails is not asked on."""
 
 
 @dataclass(slots=True)
@@ -40,28 +45,29 @@ class _Request:
     local: int = 0
     tables: list[list[int]] = field(default_factory=list)
     """Block ids per KV-cache group, on versions of vLLM that do not tell them each step."""
-    refused: bool = False
-    """A load failed: nothing more is loaded for this request."""
+    failures: int = 0
+    """Loads of this request that failed."""
+    late: bool = False
+    """One of them took so long that nothing more is loaded for this request."""
 
 
 class SchedulerConnector:
     """Scheduler side. Called by the engine core's thread only."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings, engine: str) -> None:
-        groups = compat.groups_of(kv_cache_config)
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
+        groups = compat.groups_of(vllm_config, kv_cache_config)
         self._settings = settings
-        self._engine = engine
         self._hash_tokens = compat.hash_tokens(vllm_config, kv_cache_config)
         self._alignment = math.lcm(*(group.block_tokens for group in groups))
         self._world = int(vllm_config.parallel_config.world_size)
         namespace = fingerprint(vllm_config, kv_cache_config)
         log.info("HPKV: namespace %s, %d KV-cache groups", namespace.hex(), len(groups))
         self._makers = {group.number: KeyMaker(namespace, group.number) for group in groups}
-        self._directory = Directory(settings, engine, ())
+        self._directory = Directory(settings, ())
         self._pool: Any = None
         self._requests: dict[str, _Request] = {}
-        self._loading: dict[str, dict[int, int]] = {}
-        """Request id -> leases of its load."""
+        self._loading: dict[str, tuple[dict[int, int], float]] = {}
+        """Request id -> leases of its load, and when it was planned."""
         self._new_loads: list[Load] = []
         self._jobs = itertools.count(1)
         self._pinned: dict[int, tuple[list[int], int]] = {}
@@ -79,9 +85,15 @@ class SchedulerConnector:
             if not rank.parts:
                 log.warning("HPKV is off: a rank of the engine could not register")
                 return
+            if rank.machine != machine_id() and not all(part.place for part in rank.parts):
+                log.warning("HPKV is off: a rank runs on another machine; start engines over several by --nnodes")
+                return
             known.update((part.name, part) for part in rank.parts)
         parts = sorted(known.values(), key=lambda part: part.name)
-        self._directory = Directory(self._settings, self._engine, parts)
+        try:
+            self._directory = Directory(self._settings, parts)
+        except HpkvError as problem:
+            log.warning("HPKV is off: %s", problem)
 
     # -- look-ups -----------------------------------------------------------------------------------------
 
@@ -122,7 +134,8 @@ class SchedulerConnector:
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond ``local_tokens`` that can be loaded; None while the daemon has not answered yet."""
         state = self._state(request)
-        if request.skip_reading_prefix_cache or state.refused or not self._directory.usable:
+        given_up = state.late or state.failures > _RETRIES
+        if request.skip_reading_prefix_cache or given_up or not self._directory.usable:
             return 0, False
         if state.lookup is None or self._is_stale(state.lookup):
             self._ask(state)
@@ -176,7 +189,7 @@ class SchedulerConnector:
             if absent < len(wanted):
                 job, lease = next(self._jobs), lookup.leases.get(index, 0)
                 pieces.append(Piece(part.name, job, lease, first + absent, wanted[absent:]))
-        self._loading[request.request_id] = lookup.leases
+        self._loading[request.request_id] = lookup.leases, time.monotonic()
         lookup.leases = {}
         self._new_loads.append(Load(request.request_id, pieces))
 
@@ -262,11 +275,14 @@ class SchedulerConnector:
         """What the ranks report: finished loads end leases, finished stores unpin blocks."""
         failed = set(getattr(output, "failed_recving", None) or ())
         for request_id in output.finished_recving or ():
-            self._directory.release(self._loading.pop(request_id, {}))
+            leases, planned = self._loading.pop(request_id, ({}, 0.0))
+            self._directory.release(leases)
             state = self._requests.get(request_id)
             if state is not None and request_id in failed:
-                # A daemon that says hit and then fails would be asked for ever.
-                state.refused, state.tokens = True, 0
+                # What the daemons still have is asked for once more; vLLM has given the blocks of this load back.
+                state.failures += 1
+                state.late = time.monotonic() - planned >= self._settings.load_deadline_seconds
+                state.lookup, state.tokens = None, None
                 state.offered = [0] * len(state.offered)
         metadata = output.kv_connector_worker_meta
         if isinstance(metadata, WorkerMetadata):

@@ -23,6 +23,7 @@ from hpkv_client.settings import Settings
 from hpkv_client.transport import Channel
 from hpkv_client.wire import Reply, pack_blocks
 from hpkv_vllm import compat
+from hpkv_vllm.identity import machine_id
 from hpkv_vllm.metadata import Load, RankParts, Store, WorkerMetadata
 from hpkv_vllm.shards import PartShard, shards_of
 
@@ -85,7 +86,15 @@ class WorkerConnector:
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Register the rank's shards. A layout that is not understood means no caching and one clear line."""
         try:
-            shards = shards_of(self._config, self._kv_cache_config, kv_caches, self._kv_memory, self._control_memory)
+            shards = shards_of(
+                self._config,
+                self._kv_cache_config,
+                kv_caches,
+                self._kv_memory,
+                self._control_memory,
+                self._settings,
+                self._engine,
+            )
         except HpkvError as problem:
             log.warning("HPKV is off for this rank: %s", problem)
             return
@@ -93,7 +102,7 @@ class WorkerConnector:
         self._channel = Channel(path)
         for one in shards:
             self._keepers[one.part.name] = self._keeper(path, one)
-        self._parts = RankParts(tuple(one.part for one in shards if one.shard.layers))
+        self._parts = RankParts(tuple(one.part for one in shards if one.shard.layers), machine_id())
         place = shards[0].registration["place"]
         for one in shards:
             log.info(
@@ -106,7 +115,7 @@ class WorkerConnector:
     def _keeper(self, path: Path, one: PartShard) -> SessionKeeper:
         hello = {
             "name": one.registration["place"],
-            "engine": f"{self._engine}/{one.part.name}",
+            "engine": one.part.engine,
             "instance": self._settings.instance,
         }
         launcher = None if self._keepers else lambda: launch.ensure_daemon(self._settings, REGISTER_WAIT_SECONDS)

@@ -24,6 +24,7 @@ _MODULES = {
     "check": "query",
     "clear": "query",
     "config": "config",
+    "keygen": "keys",
     "version": "query",
 }
 

@@ -1,19 +1,14 @@
-"""The ROUTER socket on the event loop: drained by its file descriptor, no future per message."""
+"""A ROUTER socket on the event loop: drained by its file descriptor, no future per message."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import shutil
-import stat
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from pathlib import Path
 
 import zmq
 
-from hpkv_client.errors import ConfigError
-from hpkv_client.transport import endpoint
 from hpkv_client.wire import MAX_FRAME
 from hpkv_daemon.service.sessions import Peer
 
@@ -36,15 +31,14 @@ _NOW_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 Handler = Callable[[Peer, bytes], bytes | None]
 
 
-class Router:
-    """Owns the listening socket. ``handler`` is called for each frame and may answer at once.
+class Router(ABC):
+    """Owns a listening socket. ``handler`` is called for each frame and may answer at once.
 
     The descriptor of a ZeroMQ socket is edge-triggered: after every receive *and every send* its events must be
     looked at before waiting again, or messages stay unseen.
     """
 
-    def __init__(self, socket_path: Path, mode: int, group: str | None, loop: asyncio.AbstractEventLoop) -> None:
-        self._path = socket_path
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._context = zmq.Context()
         self._context.setsockopt(zmq.MAX_SOCKETS, 16)
@@ -59,23 +53,10 @@ class Router:
         self._peers: dict[tuple[bytes, str], Peer] = {}
         self._scheduled = False
         self._closed = False
-        self._bind(mode, group)
 
-    def _bind(self, mode: int, group: str | None) -> None:
-        # A umask that only narrows: nobody connects in the moment before chmod.
-        before = os.umask(0o777 & ~mode)
-        try:
-            self._socket.bind(endpoint(self._path))
-            if group is not None:
-                shutil.chown(self._path, group=group)
-            os.chmod(self._path, mode)
-        except (zmq.ZMQError, OSError) as problem:
-            self._context.destroy(0)
-            raise ConfigError(
-                f"cannot listen on {self._path}: {problem}", "set HPKV_SOCKET to a writable place"
-            ) from None
-        finally:
-            os.umask(before)
+    @abstractmethod
+    def _parse(self, identity: bytes, address: str) -> Peer:
+        """The sender with this ``Peer-Address``. Raises ``ValueError`` for one that is none."""
 
     def serve(self, handler: Handler) -> None:
         """Start to call ``handler`` from the loop."""
@@ -133,20 +114,17 @@ class Router:
             self._transmit(identity, reply)
 
     def _peer(self, identity: bytes, address: str) -> Peer:
-        """The sender of a frame; ``address``, new with every frame, holds the kernel's word (SO_PEERCRED)."""
+        """The sender of a frame; ``address`` comes anew with every frame."""
         peer = self._peers.get((identity, address))
         if peer is None:
-            _, uid, _, pid = address.rsplit(":", 3)
             if len(self._peers) >= _REMEMBERED_PEERS:
                 self._peers.clear()
-            peer = self._peers[identity, address] = Peer(identity, int(uid), int(pid))
+            peer = self._peers[identity, address] = self._parse(identity, address)
         return peer
 
     def close(self) -> None:
-        """Stop listening, give pending replies a moment, remove the socket file."""
+        """Stop listening, give pending replies a moment."""
         self._closed = True
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
         self._context.term()
-        if self._path.exists() and stat.S_ISSOCK(self._path.lstat().st_mode):
-            self._path.unlink()

@@ -55,6 +55,7 @@ def describe(
                 "engine": session.engine,
                 "pid": session.pid,
                 "uid": session.uid,
+                "host": session.host,
                 "age_seconds": round(awake - session.started, 3),
                 "idle_seconds": round(awake - session.seen, 3),
             }

@@ -30,7 +30,7 @@ from hpkv_daemon.service.clock import AwakeClock
 from hpkv_daemon.service.engines import Engine, Rank
 from hpkv_daemon.service.movers import Movers
 from hpkv_daemon.service.report import Identity, describe, statistics
-from hpkv_daemon.service.sessions import Peer, Reactor, Session, SessionTable
+from hpkv_daemon.service.sessions import REMOTE_UID, Peer, Reactor, Session, SessionTable
 from hpkv_daemon.service.transfers import Caller, Transfers
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,11 @@ SILENCE_SECONDS = 15.0
 HEARTBEAT_SECONDS = 2.0
 SESSIONS_PER_PROCESS = 256
 """With more, the longest silent session of the process that registered nothing has to say hello again."""
+
+REMOTE_VERBS = frozenset(
+    {"hello", "bye", "heartbeat", "ping", "match", "acquire", "contains", "release", "reset", "info", "stats"}
+)
+"""What other nodes may ask: to look up, hold and forget blocks. Memory, and the daemon itself, are its node's own."""
 
 Send = Callable[[bytes, bytes], None]
 """Sends a frame to a ZeroMQ identity without waiting."""
@@ -109,6 +114,8 @@ class Service:
             request_id = wire.request_id_of(frame)
             return None if request_id is None else wire.encode_error(request_id, problem)
         try:
+            if peer.host and request.verb not in REMOTE_VERBS:
+                raise NotPermitted(f"{request.verb} is not for other nodes", "ask on the daemon's own node")
             body: Body | None
             open_verb = self._open_verbs.get(request.verb)
             if open_verb is not None:
@@ -160,8 +167,9 @@ class Service:
         }
 
     def _require_own(self, peer: Peer, engine: str) -> None:
-        """The sessions of one engine may see and end its leases: they belong to one user."""
-        if engine and any(other.engine == engine and other.uid != peer.uid for other in self._sessions):
+        """The sessions of one engine may see and end its leases: they belong to one user, here or on other nodes."""
+        users = {other.uid for other in self._sessions if other.engine == engine} if engine else set()
+        if users - {peer.uid, REMOTE_UID} and not peer.host:
             raise NotPermitted(f"engine {engine!r} belongs to another user", "choose another engine name")
 
     def _make_room(self, peer: Peer) -> None:

@@ -24,16 +24,22 @@ class Reactor(Protocol):
         """Call back once, in ``delay`` seconds."""
 
 
+REMOTE_UID = -1
+"""Stands for whoever holds the cluster's key on another node."""
+
+
 @dataclass(frozen=True, slots=True)
 class Peer:
     """The sender of a frame: its ZeroMQ identity and, from the kernel, its uid and pid.
 
-    ``pid`` is 0 for a peer whose process this daemon cannot see (other PID namespace).
+    ``pid`` is 0 for a peer whose process this daemon cannot see (other PID namespace). ``host`` is the address of
+    another node, empty for a peer of this one.
     """
 
     identity: bytes
     uid: int
     pid: int
+    host: str = ""
 
 
 @dataclass(slots=True)
@@ -45,6 +51,7 @@ class Session:
     engine: str
     uid: int
     pid: int
+    host: str
     watched: bool
     started: float
     seen: float
@@ -65,7 +72,7 @@ class SessionTable:
         self._reactor = reactor
         self._on_death = on_death
         self._sessions: dict[int, Session] = {}
-        self._processes: dict[tuple[int, int], _Process] = {}
+        self._processes: dict[tuple[int, int, str], _Process] = {}
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._sessions.values()))
@@ -75,7 +82,7 @@ class SessionTable:
 
     def of_process(self, peer: Peer) -> list[Session]:
         """The sessions of the peer's process, longest silent first."""
-        process = self._processes.get((peer.uid, peer.pid))
+        process = self._processes.get((peer.uid, peer.pid, peer.host))
         return sorted(process.sessions.values(), key=lambda session: session.seen) if process else []
 
     def open(self, peer: Peer, name: str, engine: str, now: float) -> Session:
@@ -83,16 +90,16 @@ class SessionTable:
 
         Raises ``UsageError`` when it has ended before its hello was read.
         """
-        process = self._processes.get((peer.uid, peer.pid))
+        process = self._processes.get((peer.uid, peer.pid, peer.host))
         if process is None:
             process = self._watch(peer)
         token = secrets.randbits(62) | 1
-        session = Session(token, name, engine, peer.uid, peer.pid, process.pidfd >= 0, now, now)
+        session = Session(token, name, engine, peer.uid, peer.pid, peer.host, process.pidfd >= 0, now, now)
         self._sessions[token] = process.sessions[token] = session
         return session
 
     def _watch(self, peer: Peer) -> _Process:
-        process = self._processes[peer.uid, peer.pid] = _Process(_pidfd(peer.pid))
+        process = self._processes[peer.uid, peer.pid, peer.host] = _Process(_pidfd(peer.pid))
         if process.pidfd >= 0:
             self._reactor.add_reader(process.pidfd, lambda: self._ended(process))
         return process
@@ -113,11 +120,11 @@ class SessionTable:
         """Forget the session; the last one of a process ends the watch over it."""
         if self._sessions.pop(session.token, None) is None:
             return
-        process = self._processes[session.uid, session.pid]
+        process = self._processes[session.uid, session.pid, session.host]
         del process.sessions[session.token]
         if process.sessions:
             return
-        del self._processes[session.uid, session.pid]
+        del self._processes[session.uid, session.pid, session.host]
         if process.pidfd >= 0:
             self._reactor.remove_reader(process.pidfd)
             os.close(process.pidfd)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,18 +46,24 @@ class Site:
             time.sleep(0.02)
         return stats
 
-    def hit_again(self, seed: int, length: int, block_tokens: int = BLOCK_TOKENS, **more: object) -> None:
-        """Cold, by the engine's own cache, and by the daemon: the last two see the same KV, bit for bit."""
+    def hit_again(
+        self, seed: int, length: int, block_tokens: int = BLOCK_TOKENS, replicas: tuple[int, int] | None = None
+    ) -> None:
+        """Cold, by the engine's own cache, and by the daemon: the last two see the same KV, bit for bit.
+
+        Of two data-parallel replicas the first one stores, the second one hits.
+        """
         tokens = prompt(seed, length)
+        writer, reader = replicas or (None, None)
         before = self.settle()
-        assert self.engine.ask(tokens, **more).cached == 0
+        assert self.engine.ask(tokens, replica=writer).cached == 0
         stored = self.settle()["stored_blocks"] - before["stored_blocks"]
         assert stored >= length // block_tokens
-        own = self.engine.ask(tokens, **more)
+        own = self.engine.ask(tokens, replica=writer)
         self.settle()
         self.engine.reset_local()
         loaded = self.stats()["loaded_blocks"]
-        theirs = self.engine.ask(tokens, **more)
+        theirs = self.engine.ask(tokens, replica=reader)
         expected = (length - 1) // block_tokens * block_tokens
         assert (own.cached, theirs.cached) == (expected, expected)
         assert theirs.tokens == own.tokens
@@ -108,6 +115,33 @@ def test_experts_over_ranks(site) -> None:
     topology = Topology("ep", tp=2)
     with site(topology, "--enable-expert-parallel", model_name="qwen3-moe", PYTHONPATH=EXPERTS) as node:
         node.hit_again(1, 700)
+
+
+def test_latents_over_stages(site) -> None:
+    with site(Topology("mla-pp2", pp=2), "--dtype=bfloat16", model_name="deepseek-v2") as node:
+        node.hit_again(1, 700)
+        # Three layers on two stages.
+        assert sorted(rank["layers"] for rank in node.ranks()) == [1, 2]
+
+
+def test_experts_over_ranks_and_stages(site) -> None:
+    with site(Topology("moe-tp2pp2", tp=2, pp=2), model_name="qwen3-moe") as node:
+        node.hit_again(1, 700)
+        assert len(node.ranks()) == 4
+
+
+@pytest.mark.parametrize("topology", [Topology("tp2dp2", tp=2, dp=2), Topology("pp2dp2", pp=2, dp=2)])
+def test_replicas_of_several_ranks_share(site, topology: Topology) -> None:
+    with site(topology) as node:
+        node.hit_again(1, 700, replicas=(0, 1))
+        node.hit_again(2, 517, replicas=(1, 0))
+        assert len(node.ranks()) == 4
+        # Both at once: stored once.
+        before, tokens = node.settle(), prompt(3, 700)
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda replica: node.engine.ask(tokens, replica=replica), (0, 1)))
+        assert answers[0].tokens == answers[1].tokens
+        assert node.settle()["stored_blocks"] - before["stored_blocks"] == 700 // BLOCK_TOKENS
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])

@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,18 +93,21 @@ class Vllm:
         log: Path,
         *flags: str,
         connector: bool = True,
+        host: str = "127.0.0.1",
+        prefix: Sequence[str] = (),
     ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{host}:{port}"
         self.model = str(model)
         self._log = log
         command = [
+            *prefix,
             str(Path(sys.executable).with_name("vllm")),
             "serve",
             self.model,
-            "--host=127.0.0.1",
+            f"--host={host}",
             f"--port={port}",
             "--dtype=float32",
             f"--block-size={BLOCK_TOKENS}",

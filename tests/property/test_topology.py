@@ -22,7 +22,7 @@ from hpkv_client.topology import (
     natural_order,
     place,
     shard_of,
-    split_heads,
+    split_of,
 )
 from hpkv_client.types import Layer, RankShard, Run, typed_digest, writer_of
 
@@ -51,12 +51,19 @@ class Model:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to run it: ranks per layer, first layers of the stages, and where tensors lie in memory."""
+    """One way to run it: ranks per layer, first layers of the stages, and where tensors lie in memory.
+
+    A rank holds ``1 / dcp_size`` of the model's tokens of each block.
+    """
 
     tp_size: int
     stages: tuple[int, ...]
     memory: str
     padding: int
+    pcp_size: int = 1
+    dcp_size: int = 1
+    interleave: int = 1
+    nodes: int = 1
 
 
 @dataclass
@@ -67,7 +74,8 @@ class Rank:
     tensors: list[KvTensor]
     regions: list[Bytes]
     layers: tuple[int, ...]
-    first_head: int
+    heads: slice
+    tokens: list[int]
     shard: RankShard
 
     def view(self, index: int) -> Bytes:
@@ -84,14 +92,28 @@ class Rank:
         )
 
 
-def build_rank(model: Model, strategy: Strategy, pp_rank: int, tp_rank: int) -> Rank:
-    parallel = Parallel(strategy.tp_size, tp_rank, len(strategy.stages), pp_rank)
+def build_rank(model: Model, strategy: Strategy, pp_rank: int, pcp_rank: int, tp_rank: int) -> Rank:
+    parallel = Parallel(
+        strategy.tp_size,
+        tp_rank,
+        len(strategy.stages),
+        pp_rank,
+        strategy.pcp_size,
+        pcp_rank,
+        strategy.dcp_size,
+        strategy.interleave,
+        strategy.nodes,
+    )
     ends = (*strategy.stages[1:], len(model.names))
     layers = tuple(range(strategy.stages[pp_rank], ends[pp_rank]))
-    split = split_heads(model.shape, parallel)
-    size, tokens, width = model.element_bytes, model.tokens, model.width
-    elements = split.local * tokens * width + strategy.padding
-    inner = (width, split.local * width, 1) if model.token_major and not model.latent else (tokens * width, width, 1)
+    # By the book, apart from the code under test: heads in turn, and the order of vLLM's DCP groups.
+    local = max(1, model.heads // strategy.tp_size)
+    first = tp_rank * model.heads // strategy.tp_size
+    dcp_rank = (tp_rank * strategy.pcp_size + pcp_rank) % strategy.dcp_size
+    held = [t for t in range(model.tokens) if t // strategy.interleave % strategy.dcp_size == dcp_rank]
+    size, tokens, width = model.element_bytes, len(held), model.width
+    elements = local * tokens * width + strategy.padding
+    inner = (width, local * width, 1) if model.token_major and not model.latent else (tokens * width, width, 1)
     tensors, regions = [], []
     for index, layer in enumerate(layers):
         if strategy.memory == "interleaved":
@@ -103,7 +125,7 @@ def build_rank(model: Model, strategy: Strategy, pp_rank: int, tp_rank: int) -> 
             by_block, offset, region = elements, index * model.blocks * elements * size, 0
         else:
             by_block, offset, region = elements, REGION * index, index
-        shape: tuple[int, ...] = (model.blocks, split.local, tokens, width)
+        shape: tuple[int, ...] = (model.blocks, local, tokens, width)
         stride: tuple[int, ...] = (by_block, *inner)
         if model.latent:
             shape, stride = (model.blocks, tokens, width), (by_block, *inner[1:])
@@ -113,13 +135,14 @@ def build_rank(model: Model, strategy: Strategy, pp_rank: int, tp_rank: int) -> 
         last = max(tensor.offset + model.blocks * tensor.stride[0] * size for tensor in inside)
         regions.append(np.zeros(last, np.uint8))
     shard = shard_of(model.shape, parallel, tensors, model.blocks, tokens)
-    return Rank(parallel, tensors, regions, layers, split.first, shard)
+    return Rank(parallel, tensors, regions, layers, slice(first, first + local), held, shard)
 
 
 def build(model: Model, strategy: Strategy) -> list[Rank]:
     return [
-        build_rank(model, strategy, pp_rank, tp_rank)
+        build_rank(model, strategy, pp_rank, pcp_rank, tp_rank)
         for pp_rank in range(len(strategy.stages))
+        for pcp_rank in range(strategy.pcp_size)
         for tp_rank in range(strategy.tp_size)
     ]
 
@@ -128,9 +151,7 @@ def fill(ranks: list[Rank], logical: Bytes) -> None:
     """What the engine's forward pass leaves in every rank's memory."""
     for rank in ranks:
         for index, layer in enumerate(rank.layers):
-            view = rank.view(index)
-            heads = slice(rank.first_head, rank.first_head + view.shape[1])
-            view[:] = logical[layer][:, heads]
+            rank.view(index)[:] = logical[layer][:, rank.heads][:, :, rank.tokens]
 
 
 def fragments(run: Run, block: int) -> list[tuple[slice, slice]]:
@@ -183,7 +204,7 @@ def models(draw: st.DrawFn) -> Model:
         latent=latent,
         token_major=draw(st.booleans()),
         blocks=draw(st.integers(1, 4)),
-        tokens=draw(st.integers(1, 4)),
+        tokens=draw(st.sampled_from((1, 2, 3, 4, 8))),
         width=draw(st.integers(1, 3)),
         element_bytes=draw(st.sampled_from((1, 2, 4))),
     )
@@ -198,8 +219,16 @@ def tp_sizes(model: Model) -> list[int]:
 @st.composite
 def strategies_of(draw: st.DrawFn, model: Model) -> Strategy:
     cuts = draw(st.sets(st.integers(1, len(model.names)), max_size=3)) - {len(model.names)}
+    tp_size = draw(st.sampled_from(tp_sizes(model)))
+    pcp_size = draw(st.sampled_from((1, 1, 2)))
+    equal = max(1, tp_size // model.heads) * pcp_size
+    dcp_size = draw(st.sampled_from([n for n in range(1, equal + 1) if equal % n == 0 and model.tokens % n == 0]))
+    held = model.tokens // dcp_size
     return Strategy(
-        tp_size=draw(st.sampled_from(tp_sizes(model))),
+        pcp_size=pcp_size,
+        dcp_size=dcp_size,
+        interleave=draw(st.sampled_from([n for n in range(1, held + 1) if held % n == 0])),
+        tp_size=tp_size,
         stages=(0, *sorted(cuts)),
         memory=draw(st.sampled_from(("apart", "stacked", "downwards", "interleaved"))),
         padding=draw(st.sampled_from((0, 0, 5))),
@@ -275,6 +304,68 @@ def test_every_replica_could_write_and_each_writes_its_share(data: st.DataObject
     assert sum(rank.shard.block_bytes for rank in ranks) == replicas * layout.block_bytes
 
 
+def not_whole(model: Model, ranks: list[Rank]) -> bool:
+    """Whether some head lies there with some of its tokens only, or the heads of a stage have gaps."""
+    for layer in {layer for rank in ranks for layer in rank.layers}:
+        tokens: dict[int, set[int]] = {}
+        for rank in ranks:
+            if layer in rank.layers:
+                for head in range(model.heads)[rank.heads]:
+                    tokens.setdefault(head, set()).update(rank.tokens)
+        if len(tokens) != max(tokens) - min(tokens) + 1 or any(len(held) != model.tokens for held in tokens.values()):
+            return True
+    return False
+
+
+@settings(patient, max_examples=150)
+@given(st.data())
+def test_each_node_keeps_whole_what_its_ranks_hold(data: st.DataObject) -> None:
+    model = data.draw(models())
+    strategy = data.draw(strategies_of(model))
+    world = strategy.tp_size * strategy.pcp_size * len(strategy.stages)
+    nodes = data.draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
+    alone = build(model, strategy)
+    local = world // nodes
+    if any(not_whole(model, alone[node * local : (node + 1) * local]) for node in range(nodes)):
+        with pytest.raises(LayoutRefused):
+            build(model, replace(strategy, nodes=nodes))
+        return
+    ranks = build(model, replace(strategy, nodes=nodes))
+    size = (len(model.names), model.blocks, model.heads, model.tokens, model.width * model.element_bytes)
+    logical = np.random.default_rng(2).integers(1, 256, size, np.uint8)
+    fill(ranks, logical)
+    for node in range(nodes):
+        mine = ranks[node * local : (node + 1) * local]
+        assert [rank.parallel.node_rank for rank in mine] == list(range(local))
+        try:
+            layout = canonical_layout([rank.shard for rank in mine])
+        except LayoutRefused:
+            # Stages of unlike numbers of replicas on one node.
+            assert len({rank.shard.replicas for rank in mine}) > 1
+            return
+        held = {(layer, head) for rank in mine for layer in rank.layers for head in range(model.heads)[rank.heads]}
+        assert layout.block_bytes == len(held) * logical[0, 0, 0].size
+        stored = gather(mine, layout, model.blocks)
+        kept = [[region.copy() for region in rank.regions] for rank in mine]
+        for rank in mine:
+            for region in rank.regions:
+                region[:] = 0
+        scatter(mine, layout, stored)
+        for rank, regions in zip(mine, kept, strict=True):
+            for found, wanted in zip(rank.regions, regions, strict=True):
+                np.testing.assert_array_equal(found, wanted)
+
+
+def test_nodes_that_hold_other_heads_never_share_a_description() -> None:
+    model = Model(("l.0",), 4, False, False, 1, 2, 1, 1)
+    ranks = build(model, Strategy(4, (0,), "apart", 0, nodes=2))
+    whole = canonical_layout([rank.shard for rank in build(model, Strategy(2, (0,), "apart", 0))])
+    first, second = (canonical_layout([rank.shard for rank in ranks[i : i + 2]]) for i in (0, 2))
+    assert list(first.sizes) == ["l.0[0:2/4]"]
+    assert list(second.sizes) == ["l.0[2:4/4]"]
+    assert len({first.description, second.description, whole.description}) == 3
+
+
 @settings(patient, max_examples=100)
 @given(st.data())
 def test_an_engine_that_lacks_a_rank_or_has_one_twice_is_refused(data: st.DataObject) -> None:
@@ -293,12 +384,12 @@ def test_an_engine_that_lacks_a_rank_or_has_one_twice_is_refused(data: st.DataOb
 
 def test_head_major_layers_in_one_region_become_one_strided_run() -> None:
     model = Model(tuple(f"l.{i}" for i in range(6)), 4, False, False, 3, 2, 2, 2)
-    rank = build_rank(model, Strategy(2, (0,), "interleaved", 0), 0, 1)
-    other = build_rank(model, Strategy(2, (0,), "interleaved", 0), 0, 0)
+    rank = build_rank(model, Strategy(2, (0,), "interleaved", 0), 0, 0, 1)
+    other = build_rank(model, Strategy(2, (0,), "interleaved", 0), 0, 0, 0)
     layout = canonical_layout([other.shard, rank.shard])
     (run,) = place(rank.shard, layout)
     assert (run.count, run.fragment) == (6, 2 * 2 * 2 * 2)
-    alone = build_rank(model, Strategy(1, (0,), "interleaved", 0), 0, 0)
+    alone = build_rank(model, Strategy(1, (0,), "interleaved", 0), 0, 0, 0)
     (whole,) = place(alone.shard, canonical_layout([alone.shard]))
     assert (whole.count, whole.fragment) == (1, layout.block_bytes)
 
@@ -362,13 +453,22 @@ def test_a_tensor_that_is_not_proven_to_be_head_or_token_major_is_refused(tensor
         (ModelShape(0), Parallel()),
         (ModelShape(2), Parallel(tp_size=2, tp_rank=2)),
         (ModelShape(2), Parallel(tp_size=2, tp_rank=-1)),
-        (ModelShape(2), Parallel(context_parallel_size=2)),
-        (ModelShape(1, latent=True), Parallel(tp_size=2, context_parallel_size=2)),
+        (ModelShape(2), Parallel(pp_size=2, pp_rank=2)),
+        (ModelShape(2), Parallel(pcp_size=2, pcp_rank=2)),
+        (ModelShape(2), Parallel(dcp_size=2)),
+        (ModelShape(2), Parallel(tp_size=4, dcp_size=4)),
+        (ModelShape(1, latent=True), Parallel(tp_size=2, dcp_size=4)),
+        (ModelShape(1, latent=True), Parallel(tp_size=2, dcp_size=0)),
+        (ModelShape(1, latent=True), Parallel(tp_size=2, dcp_size=2, dcp_interleave=0)),
+        (ModelShape(2), Parallel(tp_size=2, nodes=3)),
+        (ModelShape(2), Parallel(tp_size=2, nodes=0)),
+        # The tokens of one latent are dealt out over both nodes.
+        (ModelShape(1, latent=True), Parallel(tp_size=4, dcp_size=4, nodes=2)),
     ],
 )
 def test_a_split_that_does_not_come_out_even_is_refused(model: ModelShape, parallel: Parallel) -> None:
     with pytest.raises(LayoutRefused):
-        split_heads(model, parallel)
+        split_of(model, parallel)
 
 
 def test_a_rank_without_tensors_is_refused() -> None:

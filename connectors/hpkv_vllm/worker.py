@@ -151,7 +151,7 @@ class WorkerConnector:
                 }
                 pending = _Pending(piece.job, piece.part, load.request_id, deadline)
                 if not self._send("load", body, pending):
-                    self._conclude(pending, ok=False)
+                    self._conclude(pending, ok=self._elsewhere(piece.part))
 
     def start_stores(self, stores: Iterable[Store]) -> None:
         """Ask the daemon to read blocks that this step filled."""
@@ -175,6 +175,10 @@ class WorkerConnector:
             return False
         self._pending[request] = pending
         return True
+
+    def _elsewhere(self, part: str) -> bool:
+        """Whether the part is kept on another node: this rank holds none of it."""
+        return bool(self._keepers) and part not in self._keepers
 
     def _suspect(self) -> None:
         for keeper in self._keepers.values():

@@ -9,6 +9,7 @@ import platform
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.paired import Pairs, Spread
-from benchmarks.placement import go_first
+from benchmarks.placement import awake, go_first
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -136,7 +137,7 @@ Found = tuple[list[Measure], dict[str, Any]]
 def main(name: str, about: str | None, run: Callable[[bool], Found], urgent: bool = True) -> int:
     """The command line of one benchmark; the exit status (2: unfit machine). A missed aim is no failure.
 
-    ``urgent`` raises the priority, see ``go_first``.
+    ``urgent`` raises the priority and keeps the cores awake, see ``benchmarks.placement``.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about)
     parser.add_argument("--json", type=Path, help=f"write the result here (default: {RESULTS.name}/{name}.json)")
@@ -146,11 +147,13 @@ def main(name: str, about: str | None, run: Callable[[bool], Found], urgent: boo
         # What was started is ended on the way out.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
-    if urgent:
-        go_first()
     target = arguments.json or RESULTS / f"{name}.json"
     try:
-        measures, conditions = run(arguments.quick)
+        with ExitStack() as stack:
+            if urgent:
+                go_first()
+                stack.enter_context(awake())
+            measures, conditions = run(arguments.quick)
     except Unfit as problem:
         console.print(f"{name}: not measured: {problem}")
         return 2

@@ -32,7 +32,7 @@ RUNS = 56
 SIDE_BYTES = 2 << 30
 """Engine memory, and as much pool."""
 SMALLEST_SIDE_BYTES = 512 << 20
-SAMPLE_BYTES = 256 << 20
+SAMPLE_BYTES = 512 << 20
 PLAIN, STREAMING = "plain copies", "non-temporal"
 AIMS = {
     (PLAIN, 32 << 10): Aim(0.92),

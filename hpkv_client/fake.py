@@ -22,7 +22,7 @@ from hpkv_client.errors import (
 )
 from hpkv_client.memory import map_shared
 from hpkv_client.topology import CanonicalLayout, canonical_layout, place
-from hpkv_client.types import BlockKey, Keys, RankShard, Run, typed_digest, writer_of
+from hpkv_client.types import BlockKey, Keys, RankShard, Run, typed_digest
 from hpkv_client.wire import PROTOCOL, Body, Request, unpack_blocks
 
 HEARTBEAT_SECONDS = 2.0
@@ -69,6 +69,7 @@ class _Store:
     filling: dict[BlockKey, bytearray]
     orphaned: bool
     missing: set[int]
+    turn: int
 
 
 @dataclass(slots=True)
@@ -80,6 +81,7 @@ class _Engine:
     stores: dict[int, _Store] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     problem: str = ""
+    turn: int = 0
 
     @property
     def namespace(self) -> bytes:
@@ -281,10 +283,10 @@ class FakeService:
         if number not in store.missing or store.keys.blob != request.body["keys"]:
             raise UsageError(f"store job {job}: rank {number} asked twice or for other blocks")
         store.missing.discard(number)
-        for key, block in pairs:
-            if key in store.filling and writer_of(key, rank.shard.replicas) == rank.shard.replica:
-                for region, here, there in rank.pieces(block):
-                    store.filling[key][there] = region[here]
+        fresh = [(key, block) for key, block in pairs if key in store.filling]
+        for key, block in fresh[(rank.shard.replica - store.turn) % rank.shard.replicas :: rank.shard.replicas]:
+            for region, here, there in rank.pieces(block):
+                store.filling[key][there] = region[here]
         if store.missing:
             return {"kept": 0, "dropped": 0, "partial": True}
         del engine.stores[job]
@@ -300,7 +302,9 @@ class FakeService:
         orphaned = parent is not None and (engine.namespace, parent) not in self.blocks
         fresh = [] if orphaned else [key for key in keys if (engine.namespace, key) not in self.blocks]
         size = engine.layout.block_bytes
-        return _Store(keys, {key: bytearray(size) for key in fresh}, orphaned, set(engine.ranks))
+        store = _Store(keys, {key: bytearray(size) for key in fresh}, orphaned, set(engine.ranks), engine.turn)
+        engine.turn += len(store.filling)
+        return store
 
     def _do_cancel(self, request: Request) -> Body:
         self._rank(request)

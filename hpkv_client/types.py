@@ -181,8 +181,3 @@ class RankShard:
     def block_bytes(self) -> int:
         """Bytes of one block that this rank holds."""
         return sum(run.size for layer in self.layers for run in layer.runs)
-
-
-def writer_of(key: BlockKey, replicas: int) -> int:
-    """The replica that stores this block; rotates over the replicas block by block, equal on every rank."""
-    return int.from_bytes(key[:4], "little") % replicas

@@ -17,17 +17,29 @@ _SMALLEST_POOL = 1 << 20
 """Allocations below this are no KV cache."""
 
 
+_SNAPSHOT_WINDOW = 2
+"""A hit needs the one block that ends where it ends: as under a window of one token before the next."""
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """One KV-cache group of the engine. ``window_tokens`` is 0 for full attention.
 
     A block spans ``block_tokens``, of which each rank holds ``rank_tokens``: fewer under decode context parallelism.
+    Blocks of a group with ``snapshots`` are the state of recurrent layers after their last token, as one token; it is
+    split over ``state_shards`` ranks in a way that only the engine knows.
     """
 
     number: int
     block_tokens: int
     rank_tokens: int
     window_tokens: int
+    state_shards: int = 0
+
+    @property
+    def snapshots(self) -> bool:
+        """Whether the group's layers are recurrent."""
+        return self.state_shards > 0
 
 
 def groups_of(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
@@ -37,8 +49,51 @@ def groups_of(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
         spec = group.kv_cache_spec
         tokens = int(spec.block_size)
         span = tokens * _token_shards(vllm_config.parallel_config, spec)
-        found.append(Group(number, span, tokens, _window_of(number, spec)))
+        shards = _state_shards(number, vllm_config.parallel_config, spec)
+        if shards:
+            found.append(Group(number, span, 1, _SNAPSHOT_WINDOW, shards))
+        else:
+            found.append(Group(number, span, tokens, _window_of(number, spec)))
     return found
+
+
+def _layer_specs(spec: Any) -> list[Any]:
+    return list(getattr(spec, "kv_cache_specs", {"": spec}).values())
+
+
+def _state_shards(number: int, config: Any, spec: Any) -> int:
+    """Over how many ranks the state of a group of recurrent layers is split; 0 for attention.
+
+    Raises ``LayoutRefused`` for an engine that keeps no snapshots of it, or does not tell which blocks they are.
+    """
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    layers = _layer_specs(spec)
+    recurrent = [layer for layer in layers if isinstance(layer, MambaSpec)]
+    if not recurrent:
+        return 0
+    modes = {str(layer.mamba_cache_mode) for layer in recurrent}
+    if modes != {"align"}:
+        raise LayoutRefused(
+            f"KV-cache group {number} keeps no snapshots of its recurrent state (mode {', '.join(sorted(modes))})",
+            "start vLLM with --enable-prefix-caching --mamba-cache-mode align",
+        )
+    if "kv_connector_block_state" not in SchedulerOutput.__dataclass_fields__:
+        raise LayoutRefused(
+            f"KV-cache group {number} is recurrent, and this vLLM does not hand its snapshots over",
+            "use vLLM 0.32 or later; this engine runs without HPKV",
+        )
+    replicated = {bool(getattr(layer, "tp_replicated", False)) for layer in recurrent}
+    if len(recurrent) != len(layers) or len(replicated) != 1:
+        raise LayoutRefused(f"KV-cache group {number} mixes kinds of state")
+    return 1 if replicated.pop() else int(config.tensor_parallel_size)
+
+
+def snapshots(output: Any) -> dict[str, list[tuple[int, int, int]]]:
+    """Snapshots of recurrent state that this step completes: request -> (group, block, tokens before it)."""
+    state = getattr(output, "kv_connector_block_state", None)
+    return getattr(state, "boundary_state_offloads", None) or {}
 
 
 def _token_shards(config: Any, spec: Any) -> int:
@@ -56,7 +111,7 @@ def _window_of(number: int, spec: Any) -> int:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     windows = set()
-    for layer in getattr(spec, "kv_cache_specs", {"": spec}).values():
+    for layer in _layer_specs(spec):
         if isinstance(layer, FullAttentionSpec):
             # A window without the hybrid manager: the engine keeps every block, so it needs every block.
             windows.add(0)
@@ -65,7 +120,7 @@ def _window_of(number: int, spec: Any) -> int:
         else:
             raise LayoutRefused(
                 f"KV-cache group {number} is of kind {type(layer).__name__}",
-                "HPKV restores attention with full and sliding windows only; this engine runs without it",
+                "HPKV restores attention, and snapshots of recurrent state; this engine runs without it",
             )
     if len(windows) != 1:
         raise LayoutRefused(f"KV-cache group {number} mixes windows of {sorted(windows)} tokens")

@@ -66,8 +66,8 @@ def _groups_text(kv_cache_config: Any) -> str:
     specs = []
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
-        window = getattr(spec, "sliding_window", None)
-        specs.append(f"{type(spec).__name__} {spec.block_size} {window}")
+        window, dtypes = getattr(spec, "sliding_window", None), getattr(spec, "dtypes", None)
+        specs.append(f"{type(spec).__name__} {spec.block_size} {window} {dtypes}")
     return "; ".join(specs)
 
 

@@ -16,13 +16,14 @@ class Part:
     """What one daemon keeps apart from the rest of an engine's KV: layers of one group with one split of heads.
 
     ``engine`` is what the engine is called at that daemon, ``place`` the daemon's ``HOST:PORT`` if it runs on
-    another node than the scheduler.
+    another node than the scheduler. Blocks with ``snapshots`` hold the state of recurrent layers.
     """
 
     name: str
     group: int
     block_tokens: int
     window_tokens: int
+    snapshots: bool
     engine: str
     place: str = ""
 

@@ -207,6 +207,10 @@ class SchedulerConnector:
             if state is not None and request_id in computed:
                 tables = compat.block_tables(output, request_id) or state.tables
                 self._plan_stores(state, computed[request_id] + count, tables, metadata)
+        for request_id, found in compat.snapshots(output).items():
+            state = self._requests.get(request_id)
+            if state is not None and self._directory.usable:
+                self._plan_snapshots(state, found, metadata)
         return metadata
 
     def _forget(self, request_id: str) -> None:
@@ -250,15 +254,32 @@ class SchedulerConnector:
                 return
         self._extend_keys(state)
         for index, part in enumerate(self._directory):
+            if part.snapshots:
+                continue
             table, keys = tables[part.group], state.keys[index]
             first = state.offered[index]
-            room = self._pool.num_gpu_blocks // _MAX_PINNED_SHARE - self._pinned_blocks
+            room = self._room
             end = min(computed // part.block_tokens, len(keys), len(table), first + max(0, room), first + MAX_KEYS)
             wanted = [i for i in range(first, end) if table[i]]
             if wanted:
                 parent = keys[first - 1] if first else None
                 self._offer(part, parent, [keys[i] for i in wanted], [table[i] for i in wanted], metadata)
             state.offered[index] = max(first, end)
+
+    @property
+    def _room(self) -> int:
+        """How many more blocks may be pinned."""
+        return int(self._pool.num_gpu_blocks) // _MAX_PINNED_SHARE - self._pinned_blocks
+
+    def _plan_snapshots(self, state: _Request, found: list[tuple[int, int, int]], metadata: StepMetadata) -> None:
+        """Offer snapshots as the engine hands them over: a block table does not tell where they are."""
+        self._extend_keys(state)
+        for index, part in enumerate(self._directory):
+            for group, block, tokens in found:
+                number, rest = divmod(tokens, part.block_tokens)
+                known = part.snapshots and part.group == group and not rest and number <= len(state.keys[index])
+                if known and block and self._room > 0:
+                    self._offer(part, None, [state.keys[index][number - 1]], [block], metadata)
 
     def _offer(
         self, part: Part, parent: bytes | None, keys: list[bytes], blocks: list[int], metadata: StepMetadata

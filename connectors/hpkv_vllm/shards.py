@@ -69,16 +69,28 @@ def shards_of(
         names = set(kv_cache_config.kv_cache_groups[group.number].layer_names)
         dealt = group.block_tokens // group.rank_tokens
         split = replace(parallel, dcp_size=dealt)
-        sorted_tensors = _by_shape([tensor for tensor in tensors if tensor.name in names], shapes, split)
+        # Ranks cut a state as they like: each one's is a head of its own, and the cut a part of the namespace.
+        kinds = [ModelShape(group.state_shards)] if group.snapshots else shapes
+        sorted_tensors = _by_shape([tensor for tensor in tensors if tensor.name in names], kinds, split)
         for index, (shape, mine) in enumerate(sorted_tensors.items()):
             if not mine and parallel.pp_size == 1:
                 continue
             label = f"g{group.number}s{index}"
             name = node + label
-            part = Part(name, group.number, group.block_tokens, group.window_tokens, f"{engine}/{name}", place)
+            part = Part(
+                name,
+                group.number,
+                group.block_tokens,
+                group.window_tokens,
+                group.snapshots,
+                f"{engine}/{name}",
+                place,
+            )
             shard = shard_of(shape, split, mine, kv_cache_config.num_blocks, group.rank_tokens)
             for tensor, layer in zip(mine, shard.layers, strict=True):
                 prove_runs(tensor, layer, shard.blocks, kv_caches[tensor.name], regions[tensor.region])
+            if group.snapshots:
+                label += f" state/{group.state_shards}"
             if dealt > 1:
                 # How vLLM deals tokens out is known from its source only: engines share with their like alone.
                 label += f" dcp{dealt}x{parallel.dcp_interleave} pcp{parallel.pcp_size}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,14 +13,15 @@ from hpkv_client.control import PAGE_BYTES, ControlPage
 from hpkv_client.errors import LayoutRefused
 from hpkv_client.memory import map_shared
 from hpkv_client.types import MemoryHandle, Run
-from hpkv_daemon.movers.base import Direction
 
 Bytes = npt.NDArray[np.uint8]
 
 
-@dataclass(slots=True)
-class _Piece:
-    """One run, ready to be indexed by block id: ``blocks[b]`` is ``(count, fragment)`` or ``(fragment,)``."""
+class _Piece(NamedTuple):
+    """One run, ready to be indexed by block id: ``blocks[b]`` is ``(count, fragment)`` or ``(fragment,)``.
+
+    ``offset``, ``shape`` and ``strides`` make a view of the same bytes in a slot of the pool.
+    """
 
     blocks: Bytes
     offset: int
@@ -74,14 +75,15 @@ class AttachedRank:
         )
         return _Piece(view, run.canonical_offset, shape, canonical)
 
-    def copy(self, direction: Direction, pool: mmap.mmap, offset: int, block: int) -> None:
-        """Copy one block between the engine's ``block`` and the pool at byte ``offset``."""
-        for piece in self._pieces:
-            slot = np.ndarray(piece.shape, np.uint8, pool, offset + piece.offset, piece.strides)
-            if direction is Direction.STORE:
-                slot[...] = piece.blocks[block]
-            else:
-                piece.blocks[block] = slot
+    def store(self, pool: mmap.mmap, offset: int, block: int) -> None:
+        """Copy the engine's ``block`` into the pool at byte ``offset``."""
+        for blocks, start, shape, strides in self._pieces:
+            np.ndarray(shape, np.uint8, pool, offset + start, strides)[...] = blocks[block]
+
+    def load(self, pool: mmap.mmap, offset: int, block: int) -> None:
+        """Fill the engine's ``block`` from the pool at byte ``offset``."""
+        for blocks, start, shape, strides in self._pieces:
+            blocks[block] = np.ndarray(shape, np.uint8, pool, offset + start, strides)
 
     def close(self) -> None:
         """Unmap everything; no copy may run."""

@@ -61,8 +61,13 @@ class Faults:
         self._passes: Counter[str] = Counter()
         self._rules = [] if self._file else _parse(specification)
 
+    @property
+    def possible(self) -> bool:
+        """Whether any pass can ever go wrong."""
+        return bool(self._rules) or self._file is not None
+
     def at(self, point: str) -> Fault:
-        """The fault of this pass; free of cost when no rule exists."""
+        """The fault of this pass."""
         if self._file is not None:
             self._reread()
         if not self._rules:

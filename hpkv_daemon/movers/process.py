@@ -152,19 +152,25 @@ class MoverProcess:
 
     def _copy_blocks(self, job: _Job) -> str:
         end = min(len(job.blocks), job.done + max(1, SLICE_BYTES // max(1, job.rank.block_bytes)))
-        point = "load" if job.direction is Direction.LOAD else "store"
-        while job.done < end:
-            fault = self._faults.at(point)
-            if fault.delay:
-                time.sleep(fault.delay)
-            if fault.fail:
-                return f"fault hook failed a {point}"
+        copy = job.rank.store if job.direction is Direction.STORE else job.rank.load
+        # Between two blocks as little as possible happens: what was copied has pushed this code out of the cache.
+        faulty, pool, offsets, blocks = self._faults.possible, self._pool, job.offsets, job.blocks
+        for index in range(job.done, end):
+            if faulty and (problem := self._fault(job.direction)):
+                return problem
             try:
-                job.rank.copy(job.direction, self._pool, job.offsets[job.done], job.blocks[job.done])
+                copy(pool, offsets[index], blocks[index])
             except (ValueError, IndexError, TypeError) as error:
-                return f"block {job.blocks[job.done]}: {error}"
-            job.done += 1
+                return f"block {blocks[index]}: {error}"
+            job.done = index + 1
         return ""
+
+    def _fault(self, direction: Direction) -> str:
+        point = "load" if direction is Direction.LOAD else "store"
+        fault = self._faults.at(point)
+        if fault.delay:
+            time.sleep(fault.delay)
+        return f"fault hook failed a {point}" if fault.fail else ""
 
     def _finish(self, job: _Job, outcome: Outcome, problem: str) -> None:
         moved = job.done * job.rank.block_bytes

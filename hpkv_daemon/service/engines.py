@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hpkv_client.errors import LayoutRefused, NotRegistered, UsageError
@@ -27,6 +28,8 @@ class Rank:
     place: str
     attachment: int = 0
     attached: bool = False
+    written_blocks: int = 0
+    """Blocks of which this rank wrote its part."""
 
 
 @dataclass(slots=True)
@@ -41,11 +44,21 @@ class StoreJob:
     started: float
     missing: set[int]
     """Ranks that have not asked yet."""
+    turn: int = 0
+    """The engine's turn at which this job's first block is written."""
     copying: set[tuple[str, int]] = field(default_factory=set)
     """(device, ticket) of the copies under way."""
     replies: list[tuple[bytes, int]] = field(default_factory=list)
     """Replies that wait for the job's end: (identity, request id)."""
     failed: bool = False
+
+    def part_of(self, shard: RankShard, blocks: Sequence[int]) -> list[tuple[int, int]]:
+        """(slot, block) of each block that a rank with this shard writes; ``blocks`` are the rank's, one per key.
+
+        Equal replicas take turns, block by block and from job to job: their shares differ by one block at most.
+        """
+        fresh = [(slot, block) for slot, block in zip(self.reservation.slots, blocks, strict=True) if slot >= 0]
+        return fresh[(shard.replica - self.turn) % shard.replicas :: shard.replicas]
 
 
 class Engine:
@@ -62,6 +75,8 @@ class Engine:
         self.namespace: int | None = None
         self.problem = ""
         self.stores: dict[int, StoreJob] = {}
+        self.turn = 0
+        """Blocks that replicas were given to write so far."""
         self._ended: dict[int, frozenset[int]] = {}
 
     @property

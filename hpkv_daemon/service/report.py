@@ -107,6 +107,7 @@ def _engine(engine: Engine) -> Body:
         "ready": engine.ready,
         "problem": engine.problem,
         "namespace": engine.namespace,
+        "block_tokens": engine.block_tokens,
         "ranks": [
             {
                 "rank": rank.number,
@@ -117,6 +118,7 @@ def _engine(engine: Engine) -> Body:
                 "block_bytes": rank.shard.block_bytes,
                 "replicas": rank.shard.replicas,
                 "replica": rank.shard.replica,
+                "written_blocks": rank.written_blocks,
             }
             for rank in sorted(engine.ranks.values(), key=lambda rank: rank.number)
         ],

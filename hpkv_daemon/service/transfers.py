@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hpkv_client.errors import CopyFailed, HpkvError, NotRegistered, UsageError
-from hpkv_client.types import Keys, writer_of
+from hpkv_client.types import Keys
 from hpkv_client.wire import Body, unpack_blocks
 from hpkv_daemon.core.index import NONE
 from hpkv_daemon.core.store import KEPT, BlockStore
@@ -173,17 +173,13 @@ class Transfers:
         else:
             reservation = self._store.reserve_each(namespace, keys, engine.name)
         self.counters["offered_blocks"] += len(keys)
-        job = StoreJob(number, keys, parent, chained, reservation, self._awake(), set(engine.ranks))
+        job = StoreJob(number, keys, parent, chained, reservation, self._awake(), set(engine.ranks), engine.turn)
+        engine.turn += sum(slot >= 0 for slot in reservation.slots)
         engine.stores[number] = job
         return job
 
     def _copy_part(self, caller: Caller, job: StoreJob, blocks: Sequence[int]) -> None:
-        shard = caller.rank.shard
-        mine = [
-            (self._store.offset(slot), block)
-            for key, slot, block in zip(job.keys, job.reservation.slots, blocks, strict=True)
-            if slot >= 0 and writer_of(key, shard.replicas) == shard.replica
-        ]
+        mine = [(self._store.offset(slot), block) for slot, block in job.part_of(caller.rank.shard, blocks)]
         if job.failed or not mine:
             job.replies.append((caller.identity, caller.request))
             return
@@ -198,7 +194,9 @@ class Transfers:
 
     def _part_done(self, caller: Caller, job: StoreJob, done: Done) -> None:
         job.copying.discard((caller.rank.device, done.ticket))
-        if done.outcome is not Outcome.OK:
+        if done.outcome is Outcome.OK:
+            caller.rank.written_blocks += done.bytes_moved // max(1, caller.rank.shard.block_bytes)
+        else:
             job.failed = True
         self.counters["store_microseconds"] += int(done.seconds * 1e6)
         job.replies.append((caller.identity, caller.request))

@@ -14,7 +14,7 @@ import pytest
 
 from hpkv_client.client import BlockCache
 from hpkv_client.errors import CopyFailed, HpkvError, LayoutRefused, LeaseLost, UsageError
-from hpkv_client.types import Layer, RankShard, Run, block_key, writer_of
+from hpkv_client.types import Layer, RankShard, Run
 from hpkv_client.wire import pack_blocks
 from tests.support import (
     Bytes,
@@ -258,18 +258,14 @@ def test_replicas_store_one_copy_and_share_the_work(live: Observed, heads: int, 
         for rank in ranks:
             for number, block in enumerate(canonical):
                 # Only what a replica is to write is right in its memory: nobody else's copy may be used.
-                mine = writer_of(block_key(rank.namespace, 0, prefix[number]), replicas) == rank.shard.replica
+                mine = number % replicas == rank.shard.replica
                 rank.fill(number, block if mine else np.full_like(block, 0xBB))
         assert store_all(ranks, prefix, range(blocks)) == blocks
         stats = live.stats()
         assert stats["pool_resident_blocks"] == blocks
         assert stats["pool_resident_bytes"] == blocks * canonical[0].size
-        per_replica = [
-            sum(writer_of(block_key(ranks[0].namespace, 0, key), replicas) == replica for key in prefix)
-            for replica in range(replicas)
-        ]
-        assert min(per_replica) * 2 >= blocks / replicas
-        assert max(per_replica) <= 2 * blocks / replicas
+        (engine,) = [engine for engine in live.ask("info")["engines"] if engine["engine"] == name]
+        assert {rank["written_blocks"] for rank in engine["ranks"]} == {blocks // replicas}
         hit, lease = ranks[0].match(prefix)
         assert hit == blocks
         for rank in ranks:

@@ -34,9 +34,13 @@ class Site:
         """The daemon's statistics."""
         return self._channel.call("stats", {}, 5)
 
+    def info(self) -> dict[str, list]:
+        """What the daemon tells operators."""
+        return self._channel.call("info", {}, 5)
+
     def ranks(self) -> list[dict[str, object]]:
         """What the daemon knows of the ranks."""
-        return [rank for engine in self._channel.call("info", {}, 5)["engines"] for rank in engine["ranks"]]
+        return [rank for engine in self.info()["engines"] for rank in engine["ranks"]]
 
     def settle(self) -> dict[str, int]:
         """Statistics once nothing moves any more."""
@@ -98,6 +102,9 @@ def test_one_latent_for_all_ranks_is_stored_once_by_writers_in_turn(site) -> Non
         assert [(rank["replicas"], rank["replica"]) for rank in ranks] == [(2, 0), (2, 1)]
         stats = node.stats()
         assert stats["stored_bytes"] == stats["stored_blocks"] * ranks[0]["block_bytes"]
+        written = [rank["written_blocks"] for rank in ranks]
+        assert sum(written) == stats["stored_blocks"]
+        assert abs(written[0] - written[1]) <= 1
         assert stats["pool_resident_bytes"] == stats["pool_resident_blocks"] * ranks[0]["block_bytes"]
 
 
@@ -157,6 +164,26 @@ def test_sliding_windows_load_only_what_the_window_needs(site, name: str) -> Non
         # A shorter prefix needs other window blocks: they are there too.
         node.engine.reset_local()
         assert node.engine.ask(prompt(1, 1000)[:500]).cached == full_hit(500)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_recurrent_state_is_restored_from_snapshots(site, tp: int) -> None:
+    with site(Topology(f"recurrent-tp{tp}", tp=tp), model_name="qwen3-next") as node:
+        block_tokens = {engine["block_tokens"] for engine in node.info()["engines"]}.pop()
+        node.hit_again(1, 5 * block_tokens + 40, block_tokens)
+        node.hit_again(2, 3 * block_tokens + 1, block_tokens)
+        # A prefix that ends where no snapshot was taken is no hit, as in the engine's own cache.
+        node.engine.reset_local()
+        assert node.engine.ask(prompt(1, 5 * block_tokens + 40)[: 2 * block_tokens + 9]).cached == 0
+
+
+def test_recurrent_layers_without_snapshots_are_refused_in_one_line(site) -> None:
+    with site(Topology("stateful"), "--no-enable-prefix-caching", model_name="qwen3-next") as node:
+        assert node.engine.ask(prompt(1, 700)).tokens == node.engine.ask(prompt(1, 700)).tokens
+        refusals = [line for line in node.engine.text().splitlines() if "HPKV is off" in line]
+        assert refusals
+        assert all("keeps no snapshots of its recurrent state" in line for line in refusals)
+        assert node.stats()["stored_blocks"] == 0
 
 
 def test_eight_bit_kv(site) -> None:

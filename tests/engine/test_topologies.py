@@ -219,9 +219,20 @@ def test_every_replica_of_an_engine_hits(second: Second) -> None:
         assert second.engine.ask(tokens, replica=replica).cached == full_hit(len(tokens))
 
 
-@pytest.mark.parametrize("flag", ["--dtype=bfloat16", "--block-size=32"])
-def test_another_element_type_or_block_size_never_hits(start_engine, archive: Archive, flag: str) -> None:
-    engine = start_engine(TOPOLOGIES[0], archive.daemon, flag)
+@pytest.mark.parametrize(
+    ("flags", "variables"),
+    [
+        (["--dtype=bfloat16"], {}),
+        (["--block-size=32"], {}),
+        # The order of elements within a head is that of the kernels' instruction set.
+        ([], {"ATEN_CPU_CAPABILITY": "default"}),
+    ],
+    ids=["element type", "block size", "layout"],
+)
+def test_another_element_type_block_size_or_layout_never_hits(
+    start_engine, archive: Archive, flags: list[str], variables: dict[str, str]
+) -> None:
+    engine = start_engine(TOPOLOGIES[0], archive.daemon.env | variables, *flags)
     try:
         tokens = prompts_of(TOPOLOGIES[0])[0]
         assert engine.ask(tokens).cached == 0

@@ -24,7 +24,7 @@ from hpkv_client.topology import (
     shard_of,
     split_of,
 )
-from hpkv_client.types import Layer, RankShard, Run, typed_digest, writer_of
+from hpkv_client.types import Layer, RankShard, Run
 
 Bytes = npt.NDArray[np.uint8]
 REGION = 8
@@ -169,9 +169,8 @@ def gather(ranks: list[Rank], layout: CanonicalLayout, blocks: int) -> Bytes:
     stored = np.zeros((blocks, layout.block_bytes), np.uint8)
     writes = np.zeros((blocks, layout.block_bytes), np.int64)
     for block in range(blocks):
-        key = typed_digest("block", block)
         for rank in ranks:
-            if writer_of(key, rank.shard.replicas) != rank.shard.replica:
+            if block % rank.shard.replicas != rank.shard.replica:
                 continue
             for run in place(rank.shard, layout):
                 assert run.last_local_byte(blocks) <= len(rank.regions[run.region])

@@ -29,7 +29,7 @@ from hpkv_client.errors import (
 from hpkv_client.memory import SharedMemory
 from hpkv_client.testing import FakeDaemon
 from hpkv_client.transport import Channel
-from hpkv_client.types import Keys, Layer, RankShard, Run, writer_of
+from hpkv_client.types import Keys, Layer, RankShard, Run
 from hpkv_client.wire import PROTOCOL, handle_to_wire, pack_blocks, shard_to_wire
 from tests.daemons import DaemonFactory
 
@@ -209,7 +209,7 @@ def test_only_the_writer_of_a_block_is_read_and_every_replica_is_filled(
     make_ranks: Callable[..., Ranks],
 ) -> None:
     ranks = make_ranks(replicated=True)
-    writer = writer_of(KEYS[0], 2)
+    writer = 0
     ranks.memory(writer)[: ranks.half] = b"w" * ranks.half
     ranks.memory(1 - writer)[: ranks.half] = b"x" * ranks.half
     for rank in range(2):

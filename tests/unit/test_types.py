@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import combinations
 
 import pytest
 
-from hpkv_client.types import KEY_BYTES, Keys, Layer, RankShard, Run, block_key, typed_digest, writer_of
+from hpkv_client.types import KEY_BYTES, Keys, Layer, RankShard, Run, block_key, typed_digest
 from hpkv_daemon.core.policy import Lru
 from hpkv_daemon.core.store import BlockStore
 
@@ -157,14 +156,6 @@ def test_keys_of_wrong_length_are_refused_even_when_their_sum_fits() -> None:
 
 
 # -- replicas and runs ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])
-def test_writers_rotate_evenly_over_the_replicas(replicas: int) -> None:
-    blocks = 4000
-    counts = Counter(writer_of(key, replicas) for key in keys_of(blocks))
-    assert set(counts) == set(range(replicas))
-    assert all(abs(count - blocks / replicas) < 0.15 * blocks / replicas for count in counts.values())
 
 
 def test_a_run_ends_at_its_last_fragment() -> None:

@@ -207,7 +207,7 @@ class Vllm:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda tokens: self.ask(tokens, max_tokens), prompts))
 
-    def chat(self, messages: list[dict[str, str]], max_tokens: int = 24) -> tuple[str, int, int]:
+    def chat(self, messages: list[dict[str, Any]], max_tokens: int = 24) -> tuple[str, int, int]:
         """One chat turn: text, prompt tokens, cached prompt tokens."""
         body = {
             "model": "tiny",

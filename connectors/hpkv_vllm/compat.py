@@ -25,7 +25,8 @@ _SNAPSHOT_WINDOW = 2
 class Group:
     """One KV-cache group of the engine. ``window_tokens`` is 0 for full attention.
 
-    A block spans ``block_tokens``, of which each rank holds ``rank_tokens``: fewer under decode context parallelism.
+    A block spans ``block_tokens``, of which each rank holds ``rank_tokens``: decode context parallelism deals them out
+    to ``token_shards`` ranks.
     Blocks of a group with ``snapshots`` are the state of recurrent layers after their last token, as one token; it is
     split over ``state_shards`` ranks in a way that only the engine knows.
     """
@@ -34,6 +35,7 @@ class Group:
     block_tokens: int
     rank_tokens: int
     window_tokens: int
+    token_shards: int = 1
     state_shards: int = 0
 
     @property
@@ -48,12 +50,12 @@ def groups_of(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         tokens = int(spec.block_size)
-        span = tokens * _token_shards(vllm_config.parallel_config, spec)
-        shards = _state_shards(number, vllm_config.parallel_config, spec)
-        if shards:
-            found.append(Group(number, span, 1, _SNAPSHOT_WINDOW, shards))
+        state_shards = _state_shards(number, vllm_config.parallel_config, spec)
+        if state_shards:
+            found.append(Group(number, tokens, 1, _SNAPSHOT_WINDOW, state_shards=state_shards))
         else:
-            found.append(Group(number, span, tokens, _window_of(number, spec)))
+            dealt = _token_shards(vllm_config.parallel_config, spec)
+            found.append(Group(number, tokens * dealt, tokens, _window_of(number, spec), dealt))
     return found
 
 

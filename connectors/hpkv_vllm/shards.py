@@ -67,8 +67,7 @@ def shards_of(
     found = []
     for group in groups:
         names = set(kv_cache_config.kv_cache_groups[group.number].layer_names)
-        dealt = group.block_tokens // group.rank_tokens
-        split = replace(parallel, dcp_size=dealt)
+        split = replace(parallel, dcp_size=group.token_shards)
         # Ranks cut a state as they like: each one's is a head of its own, and the cut a part of the namespace.
         kinds = [ModelShape(group.state_shards)] if group.snapshots else shapes
         sorted_tensors = _by_shape([tensor for tensor in tensors if tensor.name in names], kinds, split)
@@ -91,9 +90,9 @@ def shards_of(
                 prove_runs(tensor, layer, shard.blocks, kv_caches[tensor.name], regions[tensor.region])
             if group.snapshots:
                 label += f" state/{group.state_shards}"
-            if dealt > 1:
+            if group.token_shards > 1:
                 # How vLLM deals tokens out is known from its source only: engines share with their like alone.
-                label += f" dcp{dealt}x{parallel.dcp_interleave} pcp{parallel.pcp_size}"
+                label += f" dcp{group.token_shards}x{parallel.dcp_interleave} pcp{parallel.pcp_size}"
             registration = common | {
                 "namespace": part_namespace(base, label, group.window_tokens, order),
                 "block_tokens": group.block_tokens,

@@ -168,7 +168,7 @@ def test_sliding_windows_load_only_what_the_window_needs(site, name: str) -> Non
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_recurrent_state_is_restored_from_snapshots(site, tp: int) -> None:
-    with site(Topology(f"recurrent-tp{tp}", tp=tp), model_name="qwen3-next") as node:
+    with site(Topology(f"recurrent-tp{tp}", tp=tp), "--dtype=bfloat16", model_name="qwen3-next") as node:
         block_tokens = {engine["block_tokens"] for engine in node.info()["engines"]}.pop()
         node.hit_again(1, 5 * block_tokens + 40, block_tokens)
         node.hit_again(2, 3 * block_tokens + 1, block_tokens)
@@ -178,7 +178,8 @@ def test_recurrent_state_is_restored_from_snapshots(site, tp: int) -> None:
 
 
 def test_recurrent_layers_without_snapshots_are_refused_in_one_line(site) -> None:
-    with site(Topology("stateful"), "--no-enable-prefix-caching", model_name="qwen3-next") as node:
+    flags = ("--dtype=bfloat16", "--no-enable-prefix-caching")
+    with site(Topology("stateful"), *flags, model_name="qwen3-next") as node:
         assert node.engine.ask(prompt(1, 700)).tokens == node.engine.ask(prompt(1, 700)).tokens
         refusals = [line for line in node.engine.text().splitlines() if "HPKV is off" in line]
         assert refusals

@@ -70,7 +70,7 @@ def draw(results: list[dict[str, Any]], output: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     output.parent.mkdir(exist_ok=True)
-    figure.savefig(output, dpi=110)
+    figure.savefig(output, dpi=110, bbox_inches="tight")
 
 
 def main() -> int:

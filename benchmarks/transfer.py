@@ -1,8 +1,8 @@
 """``BlockCache`` end to end, 8 blocks of 8 MiB a request, against the same copies made locally by memcpy.
 
 A request goes through the socket, the control process and the mover. The floor is a process that maps the client's
-arena and the daemon's pool itself and copies between them in a C loop: once with the mover's tunables of glibc
-(non-temporal stores), once as any program's memcpy does.
+arena and the daemon's pool itself and copies between them in a C loop: once as any program's memcpy does, once with
+the mover's tunables of glibc (non-temporal stores).
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def run(quick: bool) -> Found:
         pool = stack.enter_context((served.pool_directory / FILE_NAME).open("r+b"))
         memories = (cache._memory.handle.fd, side_bytes, pool.fileno(), side_bytes)
         floors = {
-            "": stack.enter_context(MemcpyFloor(*memories, tunables=_TUNABLES)),
-            ", plain local memcpy": stack.enter_context(MemcpyFloor(*memories)),
+            "": stack.enter_context(MemcpyFloor(*memories)),
+            ", streaming local memcpy": stack.enter_context(MemcpyFloor(*memories, tunables=_TUNABLES)),
         }
         requests = Requests(cache, blocks // 2)
         for verb, sample, store in (("put", requests.put, True), ("get", requests.get, False)):

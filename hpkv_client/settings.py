@@ -210,6 +210,14 @@ _TABLE = (
         "longest wait of an engine for its blocks",
     ),
     Setting(
+        "weights_id",
+        "HPKV_WEIGHTS_ID",
+        "",
+        parse_text,
+        None,
+        "name of a model's weights, for those that are not in local files",
+    ),
+    Setting(
         "log_level",
         "HPKV_LOG_LEVEL",
         "--log-level",
@@ -258,12 +266,13 @@ class Settings:
     lease_seconds: float
     submit_deadline_ms: float
     load_deadline_seconds: float
+    weights_id: str
     log_level: str
     log_file: Path | None
     faults: str
 
 
-_WHEN_OFF: dict[str, object] = {"instance": "", "faults": ""}
+_WHEN_OFF: dict[str, object] = {"instance": "", "weights_id": "", "faults": ""}
 
 
 def nearest(name: str, known: Mapping[str, str]) -> str:

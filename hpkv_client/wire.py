@@ -184,6 +184,7 @@ VERBS: Mapping[str, Mapping[str, Field]] = {
         "world": Field(_integer(1, MAX_RANKS)),
         "namespace": _DIGEST,
         "model": Field(_text),
+        "strategy": Field(_text, ""),
         "place": Field(_text, ""),
         "block_tokens": Field(_integer(0, 1 << 31), 0),
         "device": Field(_text),

@@ -170,6 +170,25 @@ def parallel_of(vllm_config: Any) -> Parallel:
     )
 
 
+def strategy(vllm_config: Any) -> str:
+    """How the engine runs in parallel, for people: ``TP2 PP2 EP``."""
+    config = vllm_config.parallel_config
+    sizes = {
+        "TP": config.tensor_parallel_size,
+        "PP": config.pipeline_parallel_size,
+        "DP": config.data_parallel_size,
+        "PCP": getattr(config, "prefill_context_parallel_size", 1),
+        "DCP": getattr(config, "decode_context_parallel_size", 1),
+        "nodes": getattr(config, "nnodes_within_dp", 1),
+    }
+    words = [f"{name}{size}" for name, size in sizes.items() if size > 1 or name in ("TP", "PP")]
+    if getattr(config, "enable_expert_parallel", False):
+        words.append("EP")
+    if vllm_config.model_config.use_mla:
+        words.append("MLA")
+    return " ".join(words)
+
+
 def host_address() -> str:
     """The address by which other nodes of the engine reach this one (``VLLM_HOST_IP``, or the default route's)."""
     from vllm.utils.network_utils import get_ip

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import platform
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 
 from hpkv_client.errors import ConfigError
 from hpkv_client.types import typed_digest
+from hpkv_vllm.weights import Signature, files_digest, model_digest, signature, weight_files
+
+log = init_logger("vllm.hpkv.identity")
 
 STRONG_HASHES = ("sha256", "sha256_cbor")
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-_SAMPLE_BYTES = 4096
-_SAMPLES = 16
-_HEAD_BYTES = 1 << 16
 
 
-def fingerprint(vllm_config: Any, kv_cache_config: Any) -> bytes:
+def fingerprint(vllm_config: Any, kv_cache_config: Any, weights_id: str) -> bytes:
     """32 bytes that name model, weights and KV format. Free of tp, pp, dp, ranks and engine ids.
 
-    Raises ``ConfigError`` when the engine hashes prefixes with something that is guessable or collides.
+    ``weights_id`` names the model's weights if someone set it. Raises ``ConfigError`` when the engine hashes prefixes
+    with something that is guessable or collides, or when its weights cannot be told from others.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     algorithm = str(cache.prefix_caching_hash_algo)
@@ -38,7 +37,7 @@ def fingerprint(vllm_config: Any, kv_cache_config: Any) -> bytes:
     return typed_digest(
         "hpkv-vllm-v1",
         _model_text(model),
-        weights_digest(model.model, model.revision),
+        _weights(vllm_config, model, weights_id),
         str(model.dtype),
         str(cache.cache_dtype),
         str(model.quantization),
@@ -49,9 +48,16 @@ def fingerprint(vllm_config: Any, kv_cache_config: Any) -> bytes:
         _groups_text(kv_cache_config),
         str(getattr(speculative, "method", None)),
         _model_text(draft) if draft is not None else None,
-        weights_digest(draft.model, draft.revision) if draft is not None else None,
+        _weights(vllm_config, draft, weights_id and f"{weights_id} draft") if draft is not None else None,
         element_encoding(vllm_config.device_config.device_type),
     )
+
+
+def _weights(vllm_config: Any, model: Any, weights_id: str) -> bytes:
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format == "dummy":
+        return typed_digest("dummy", int(model.seed or 0))
+    return model_digest(model.model, model.revision, weights_id)
 
 
 def _model_text(model: Any) -> str:
@@ -79,30 +85,37 @@ def element_encoding(device_type: str) -> str:
     return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()} amx={amx}"
 
 
-def weights_digest(model: str, revision: str | None) -> bytes:
-    """Digest of the weights: sizes, headers and sampled contents of local files; name and revision of others.
+class Adapters:
+    """LoRA adapters by content. vLLM's own hashes tell them apart by name and path only."""
 
-    Reads at most ``_SAMPLES`` small pieces and the header of each file, whatever its size.
-    """
-    directory = Path(model)
-    if not directory.is_dir():
-        return typed_digest("remote", model, revision)
-    digest = hashlib.sha256()
-    for path in sorted(directory.iterdir()):
-        if path.suffix in _WEIGHT_SUFFIXES and path.is_file():
-            digest.update(typed_digest(path.name, path.stat().st_size, _sample(path)))
-    return digest.digest()
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int, str], tuple[Signature, bytes | None]] = {}
 
+    def digest(self, request: Any) -> bytes | None:
+        """Of the request's adapter, empty without one; None when nothing may be cached for it.
 
-def _sample(path: Path) -> bytes:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        digest.update(file.read(_HEAD_BYTES))
-        for i in range(1, _SAMPLES + 1):
-            file.seek(max(0, size - _SAMPLE_BYTES) * i // _SAMPLES)
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.digest()
+        The engine reads an adapter once: if its files change later, what it computes with is not known any more.
+        """
+        lora = getattr(request, "lora_request", None)
+        if lora is None:
+            return b""
+        key = (str(lora.lora_name), int(lora.lora_int_id), str(lora.lora_path))
+        files = weight_files(Path(lora.lora_path))
+        try:
+            now = signature(files)
+            known = self._known.get(key)
+            if known is None:
+                known = now, files_digest(files) if files else None
+                if not files:
+                    log.warning("HPKV: the weights of adapter %s are not in local files: it is not cached", key[0])
+            elif known[0] != now and known[1] is not None:
+                known = now, None
+                log.warning("HPKV: the files of adapter %s have changed: it is not cached until vLLM restarts", key[0])
+        except OSError as problem:
+            log.warning("HPKV: adapter %s is not cached: %s", key[0], problem)
+            known = (), None
+        self._known[key] = known
+        return known[1]
 
 
 def machine_id() -> str:

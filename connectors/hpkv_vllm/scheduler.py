@@ -14,9 +14,9 @@ from vllm.logger import init_logger
 from hpkv_client.errors import HpkvError
 from hpkv_client.prefix import usable_tokens
 from hpkv_client.settings import Settings
-from hpkv_client.types import KeyMaker
+from hpkv_client.types import KeyMaker, typed_digest
 from hpkv_vllm import compat
-from hpkv_vllm.identity import fingerprint, machine_id
+from hpkv_vllm.identity import Adapters, fingerprint, machine_id
 from hpkv_vllm.lookup import MAX_KEYS, Directory, Lookup
 from hpkv_vllm.metadata import Load, Part, Piece, RankParts, StepMetadata, Store, WorkerMetadata
 
@@ -38,6 +38,8 @@ class _Request:
     keys: list[list[bytes]]
     offered: list[int]
     """Blocks up to here are in the daemon or on their way."""
+    adapter: bytes | None
+    """Digest of its LoRA adapter; None when nothing may be cached for it."""
     lookup: Lookup | None = None
     """The look-up under way or answered last, with its leases."""
     tokens: int | None = None
@@ -60,9 +62,11 @@ class SchedulerConnector:
         self._hash_tokens = compat.hash_tokens(vllm_config, kv_cache_config)
         self._alignment = math.lcm(*(group.block_tokens for group in groups))
         self._world = int(vllm_config.parallel_config.world_size)
-        namespace = fingerprint(vllm_config, kv_cache_config)
+        self._namespace = namespace = fingerprint(vllm_config, kv_cache_config, settings.weights_id)
         log.info("HPKV: namespace %s, %d KV-cache groups", namespace.hex(), len(groups))
-        self._makers = {group.number: KeyMaker(namespace, group.number) for group in groups}
+        self._makers: dict[tuple[int, bytes], KeyMaker] = {}
+        """By KV-cache group and the digest of the adapter, empty without one."""
+        self._adapters = Adapters()
         self._directory = Directory(settings, ())
         self._pool: Any = None
         self._requests: dict[str, _Request] = {}
@@ -100,14 +104,15 @@ class SchedulerConnector:
     def on_new_request(self, request: Any) -> None:
         """Start the look-up at once; its answer is here when the request is scheduled."""
         state = self._state(request)
-        if not request.skip_reading_prefix_cache:
+        if not request.skip_reading_prefix_cache and state.adapter is not None:
             self._ask(state)
 
     def _state(self, request: Any) -> _Request:
         state = self._requests.get(request.request_id)
         if state is None:
             parts = len(self._directory.parts)
-            state = _Request(request, [[] for _ in range(parts)], [0] * parts)
+            adapter = self._adapters.digest(request)
+            state = _Request(request, [[] for _ in range(parts)], [0] * parts, adapter)
             self._requests[request.request_id] = state
         return state
 
@@ -115,9 +120,16 @@ class SchedulerConnector:
         hashes = state.request.block_hashes
         for part, keys in zip(self._directory, state.keys, strict=True):
             step = part.block_tokens // self._hash_tokens
-            maker = self._makers[part.group]
+            maker = self._maker(part.group, state.adapter or b"")
             for i in range(len(keys), len(hashes) // step):
                 keys.append(maker(bytes(hashes[(i + 1) * step - 1])))
+
+    def _maker(self, group: int, adapter: bytes) -> KeyMaker:
+        maker = self._makers.get((group, adapter))
+        if maker is None:
+            namespace = typed_digest("adapter", self._namespace, adapter) if adapter else self._namespace
+            maker = self._makers[group, adapter] = KeyMaker(namespace, group)
+        return maker
 
     def _limit(self, request: Any) -> int:
         """The last token of a prompt is always computed: its logits are needed."""
@@ -134,7 +146,7 @@ class SchedulerConnector:
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond ``local_tokens`` that can be loaded; None while the daemon has not answered yet."""
         state = self._state(request)
-        given_up = state.late or state.failures > _RETRIES
+        given_up = state.late or state.failures > _RETRIES or state.adapter is None
         if request.skip_reading_prefix_cache or given_up or not self._directory.usable:
             return 0, False
         if state.lookup is None or self._is_stale(state.lookup):
@@ -204,12 +216,12 @@ class SchedulerConnector:
         computed = self._follow(output)
         for request_id, count in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is not None and request_id in computed:
+            if state is not None and state.adapter is not None and request_id in computed:
                 tables = compat.block_tables(output, request_id) or state.tables
                 self._plan_stores(state, computed[request_id] + count, tables, metadata)
         for request_id, found in compat.snapshots(output).items():
             state = self._requests.get(request_id)
-            if state is not None and self._directory.usable:
+            if state is not None and state.adapter is not None and self._directory.usable:
                 self._plan_snapshots(state, found, metadata)
         return metadata
 

@@ -50,7 +50,7 @@ def shards_of(
     place = _place(parallel, settings)
     node = f"n{parallel.node}" if parallel.node else ""
     tensors, regions = compat.kv_tensors(kv_caches, memory)
-    base = fingerprint(vllm_config, kv_cache_config)
+    base = fingerprint(vllm_config, kv_cache_config, settings.weights_id)
     orders = {element_order(tensor) for tensor in tensors}
     if len(orders) != 1:
         raise LayoutRefused(f"layers of one rank are laid out differently: {sorted(orders)}")
@@ -59,7 +59,8 @@ def shards_of(
         "rank": parallel.node_rank,
         "world": parallel.node_world,
         "model": _model_name(vllm_config),
-        "place": _strategy(parallel),
+        "strategy": compat.strategy(vllm_config),
+        "place": _words(parallel),
         "device": "cpu",
         "regions": [handle_to_wire(region.handle) for region in regions],
         "control": handle_to_wire(control.handle),
@@ -126,7 +127,7 @@ def _place(parallel: Parallel, settings: Settings) -> str:
     return f"{host}:{port}"
 
 
-def _strategy(parallel: Parallel) -> str:
+def _words(parallel: Parallel) -> str:
     """The rank's place in words: ``tp1 pp0``, with what else there is."""
     words = [f"tp{parallel.tp_rank}", f"pp{parallel.pp_rank}"]
     if parallel.pcp_size > 1:

@@ -105,11 +105,7 @@ class WorkerConnector:
         self._parts = RankParts(tuple(one.part for one in shards if one.shard.layers), machine_id())
         place = shards[0].registration["place"]
         for one in shards:
-            log.info(
-                "HPKV: rank %s of %s, part %s: %d layers, %d bytes of each block of %d tokens, replica %d of %d",
-                *(place, one.registration["model"], one.part.name, len(one.shard.layers)),
-                *(one.shard.block_bytes, one.part.block_tokens, one.shard.replica, one.shard.replicas),
-            )
+            log.info("HPKV: rank %s of %s", place, _described(one))
         self._await(place)
 
     def _keeper(self, path: Path, one: PartShard) -> SessionKeeper:
@@ -289,3 +285,13 @@ def _has_ended(mover: int) -> bool:
         return True
     finally:
         os.close(pidfd)
+
+
+def _described(one: PartShard) -> str:
+    """What a rank holds of one part, for the log."""
+    shard, registered = one.shard, one.registration
+    return (
+        f"{registered['model']} ({registered['strategy']}), part {one.part.name}: {len(shard.layers)} layers, "
+        f"{shard.block_bytes} bytes of each block of {one.part.block_tokens} tokens, "
+        f"replica {shard.replica} of {shard.replicas}"
+    )

@@ -64,11 +64,12 @@ class StoreJob:
 class Engine:
     """One engine replica on this node: complete when ``world`` ranks have registered."""
 
-    def __init__(self, name: str, world: int, fingerprint: bytes, model: str, block_tokens: int) -> None:
+    def __init__(self, name: str, world: int, fingerprint: bytes, model: str, strategy: str, block_tokens: int) -> None:
         self.name = name
         self.world = world
         self.fingerprint = fingerprint
         self.model = model
+        self.strategy = strategy
         self.block_tokens = block_tokens
         self.ranks: dict[int, Rank] = {}
         self.layout: CanonicalLayout | None = None

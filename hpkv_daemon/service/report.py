@@ -103,11 +103,13 @@ def _engine(engine: Engine) -> Body:
     return {
         "engine": engine.name,
         "model": engine.model,
+        "strategy": engine.strategy,
         "world": engine.world,
         "ready": engine.ready,
         "problem": engine.problem,
         "namespace": engine.namespace,
         "block_tokens": engine.block_tokens,
+        "block_bytes": engine.layout.block_bytes if engine.layout else 0,
         "ranks": [
             {
                 "rank": rank.number,
@@ -115,6 +117,8 @@ def _engine(engine: Engine) -> Body:
                 "pid": rank.session.pid,
                 "device": rank.device,
                 "layers": len(rank.shard.layers),
+                "first_layer": rank.shard.layers[0].name if rank.shard.layers else "",
+                "last_layer": rank.shard.layers[-1].name if rank.shard.layers else "",
                 "block_bytes": rank.shard.block_bytes,
                 "replicas": rank.shard.replicas,
                 "replica": rank.shard.replica,

@@ -236,7 +236,14 @@ class Service:
         self._take_over(peer, session, body["rank"])
         engine = self._engines.get(session.engine)
         if engine is None:
-            engine = Engine(session.engine, body["world"], body["namespace"], body["model"], body["block_tokens"])
+            engine = Engine(
+                session.engine,
+                body["world"],
+                body["namespace"],
+                body["model"],
+                body["strategy"],
+                body["block_tokens"],
+            )
         rank = Rank(
             body["rank"],
             session,

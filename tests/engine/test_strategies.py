@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -122,6 +123,7 @@ def test_experts_over_ranks(site) -> None:
     topology = Topology("ep", tp=2)
     with site(topology, "--enable-expert-parallel", model_name="qwen3-moe", PYTHONPATH=EXPERTS) as node:
         node.hit_again(1, 700)
+        assert {engine["strategy"] for engine in node.info()["engines"]} == {"TP2 PP1 EP"}
 
 
 def test_latents_over_stages(site) -> None:
@@ -219,3 +221,42 @@ def test_adapters_never_share_with_each_other_or_the_base(site, model: Path, tmp
         node.settle()
         node.engine.reset_local()
         assert [node.engine.ask(tokens, model=name).cached for name in ("two", "tiny", "one")] == [full_hit(517)] * 3
+
+
+def test_an_adapter_is_what_is_in_its_files(daemons: DaemonFactory, model: Path, tmp_path: Path) -> None:
+    path, other = (make_adapter(tmp_path / name, model, seed) for seed, name in enumerate(("mine", "other")))
+    daemon = daemons(HPKV_KV_MEM_POOL_SIZE="128m", HPKV_SUBMIT_DEADLINE_MS=5000)
+    flags = ["--enable-lora", "--max-lora-rank=8", "--lora-modules", f"mine={path}"]
+    tokens = prompt(1, 517)
+
+    def answers(engine: Vllm, count: int) -> list[tuple[list[int], int]]:
+        found = []
+        node = Site(daemon, engine)
+        for _ in range(count):
+            answer = engine.ask(tokens, model="mine")
+            found.append((answer.tokens, answer.cached))
+            node.settle()
+            engine.reset_local()
+        return found
+
+    first = Vllm(model, Topology("lora"), daemon.env, tmp_path / "first.log", *flags)
+    try:
+        first.wait_ready()
+        (cold, none), (warm, hit) = answers(first, 2)
+        assert (none, hit, warm) == (0, full_hit(517), cold)
+        weights, times = path / "adapter_model.safetensors", (path / "adapter_model.safetensors").stat()
+        weights.write_bytes((other / "adapter_model.safetensors").read_bytes())
+        os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+        # The engine has the old weights still, and nobody knows that from outside.
+        assert answers(first, 2) == [(cold, 0), (cold, 0)]
+        assert "the files of adapter mine have changed" in first.text()
+    finally:
+        first.kill()
+    second = Vllm(model, Topology("lora"), daemon.env, tmp_path / "second.log", *flags)
+    try:
+        second.wait_ready()
+        (fresh, none), (again, hit) = answers(second, 2)
+        assert (none, hit, again) == (0, full_hit(517), fresh)
+        assert fresh != cold
+    finally:
+        second.kill()

@@ -118,7 +118,12 @@ class Directory:
             return True
         if time.monotonic() - lookup.asked < self._settings.submit_deadline_ms / 1000:
             return False
-        log.warning("HPKV: no answer to a look-up within %d ms", self._settings.submit_deadline_ms)
+        silent_ones = sorted({str(self._channel_of[index].address) for index in lookup.waiting.values()})
+        log.warning(
+            "HPKV: no answer to a look-up within %d ms from %s",
+            self._settings.submit_deadline_ms,
+            " and ".join(silent_ones),
+        )
         for silent in self._lookups.values():
             self._give_up(silent)
         self._suspect()

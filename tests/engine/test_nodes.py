@@ -215,6 +215,9 @@ def test_a_node_whose_daemon_is_down_costs_misses_and_no_hang(
         # The look-up of the first one found out; the next do not wait again.
         second = cluster.engine.ask(prompt(9, 300), timeout=60)
         assert second.seconds < 3
+        # Whoever reads the log learns which node it is.
+        place = cluster.daemons[number].env["HPKV_LISTEN"] if number else str(cluster.daemons[number].socket)
+        assert place in cluster.engine.text()
     finally:
         repair()
     hits_again(cluster, tokens)

@@ -171,12 +171,11 @@ def parallel_of(vllm_config: Any) -> Parallel:
 
 
 def strategy(vllm_config: Any) -> str:
-    """How the engine runs in parallel, for people: ``TP2 PP2 EP``."""
+    """How one replica of the engine runs in parallel, for people: ``TP2 PP2 EP``. Replicas are engines of their own."""
     config = vllm_config.parallel_config
     sizes = {
         "TP": config.tensor_parallel_size,
         "PP": config.pipeline_parallel_size,
-        "DP": config.data_parallel_size,
         "PCP": getattr(config, "prefill_context_parallel_size", 1),
         "DCP": getattr(config, "decode_context_parallel_size", 1),
         "nodes": getattr(config, "nnodes_within_dp", 1),

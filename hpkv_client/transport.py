@@ -34,20 +34,20 @@ def endpoint(socket_path: Path) -> str:
     return f"ipc://{socket_path}"
 
 
-def require_socket(socket_path: Address) -> None:
+def require_socket(address: Address) -> None:
     """Raise ``NotRunning`` or ``NotPermitted`` early, instead of a time-out later. Of other nodes nothing is known."""
-    if isinstance(socket_path, NodeAddress):
+    if isinstance(address, NodeAddress):
         return
     try:
-        mode = socket_path.stat().st_mode
+        mode = address.stat().st_mode
     except FileNotFoundError:
-        raise NotRunning(f"no hpkvd on {socket_path}", "run 'hpkvd start'") from None
+        raise NotRunning(f"no hpkvd on {address}", "run 'hpkvd start'") from None
     except PermissionError:
-        raise _denied(socket_path) from None
+        raise _denied(address) from None
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"{socket_path} is not a socket", "set HPKV_SOCKET to another path")
-    if not os.access(socket_path, os.W_OK):
-        raise _denied(socket_path)
+        raise ConfigError(f"{address} is not a socket", "set HPKV_SOCKET to another path")
+    if not os.access(address, os.W_OK):
+        raise _denied(address)
 
 
 def _denied(socket_path: Path) -> NotPermitted:

@@ -28,7 +28,7 @@ Signature = tuple[tuple[str, int, int, int, int], ...]
 def model_digest(model: str, revision: str | None, weights_id: str) -> bytes:
     """The weights of a model: ``weights_id`` if someone gave them a name, else the contents of its local files.
 
-    Raises ``ConfigError`` when there are no files to look at.
+    Raises ``ConfigError`` when there are no files to look at, or they cannot be read.
     """
     if weights_id:
         return typed_digest("named", weights_id)
@@ -38,7 +38,10 @@ def model_digest(model: str, revision: str | None, weights_id: str) -> bytes:
             f"the weights of {model!r} are not in local files, so they cannot be told from others",
             "set HPKV_WEIGHTS_ID to a name that belongs to exactly these weights",
         )
-    return files_digest(files)
+    try:
+        return files_digest(files)
+    except OSError as problem:
+        raise ConfigError(f"cannot read the weights of {model!r}: {problem}", "check the files' permissions") from None
 
 
 def _local(model: str, revision: str | None) -> Path:
@@ -101,9 +104,12 @@ def _tensors(file: Any, size: int) -> tuple[list[tuple[int, int]], int]:
             try:
                 header = json.loads(file.read(length))
                 found = [tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__"]
-                return sorted((int(start), int(end)) for start, end in found), 8 + length
+                tensors = sorted((int(start), int(end)) for start, end in found)
             except (ValueError, KeyError, TypeError, AttributeError):
-                pass
+                # Another format that begins alike: it is sampled as one piece.
+                tensors = []
+            if tensors and all(0 <= start <= end <= size - 8 - length for start, end in tensors):
+                return tensors, 8 + length
     return [(0, size)], 0
 
 

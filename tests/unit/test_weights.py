@@ -89,6 +89,9 @@ def test_names_sizes_and_numbers_of_files_count(tmp_path: Path) -> None:
         struct.pack("<Q", 4) + b"nope" + b"x" * 100,
         struct.pack("<Q", 2) + b"[]" + b"x" * 100,
         struct.pack("<Q", 11) + b'{"a": true}' + b"x" * 100,
+        struct.pack("<Q", 32) + b'{"a": {"data_offsets": [-5, 3]}}' + b"x" * 100,
+        struct.pack("<Q", 33) + b'{"a": {"data_offsets": [0, 9999]}}'[:33] + b"x" * 100,
+        struct.pack("<Q", 34) + b'{"a": {"data_offsets": [0, 9999]}}' + b"x" * 100,
         b"x" * 300_000,
     ],
 )

@@ -1,20 +1,24 @@
-"""Fault hooks for tests: delay or fail the n-th copy or commit. Off unless the settings turn them on twice.
+"""Fault hooks for tests: delay, fail or die at the n-th pass of a point. Off unless the settings turn them on twice.
 
 A specification is a list of rules separated by ``;``: ``POINT[@N]=ACTION``. Points: ``load``, ``store`` (one block
-copied by a mover), ``commit``, ``reply`` (in the daemon). ``@N`` limits the rule to the N-th pass, counted from
-when the rule was read. Actions: ``fail`` or ``delay:SECONDS``. ``@/path`` names a file that holds the
-specification and may change while the daemon runs.
+copied by a mover), and in the daemon ``match``, ``reserve`` (a rank asks to store), ``release``, ``commit`` and
+``reply`` (to a load). ``@N`` limits the rule to the N-th pass, counted from when the rule was read. Actions:
+``fail``, ``delay:SECONDS`` or ``die`` (the process kills itself). ``@/path`` names a file that holds the
+specification and may change while the daemon runs; each fault that strikes adds its point to a file beside it.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpkv_client.errors import ConfigError
 
-POINTS = ("load", "store", "commit", "reply")
+POINTS = ("load", "store", "match", "reserve", "release", "commit", "reply")
+ACTIONS = ("fail", "delay", "die")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,7 @@ class Fault:
 
     fail: bool = False
     delay: float = 0.0
+    die: bool = False
 
 
 _NOTHING = Fault()
@@ -46,9 +51,9 @@ def _parse(specification: str) -> list[_Rule]:
             delay = float(seconds) if seconds else 0.0
         except ValueError:
             raise ConfigError(f"fault rule {text!r} holds a malformed number") from None
-        if point not in POINTS or name not in ("fail", "delay"):
+        if point not in POINTS or name not in ACTIONS:
             raise ConfigError(f"unknown fault rule {text!r}", f"points: {', '.join(POINTS)}")
-        rules.append(_Rule(point, only, Fault(name == "fail", delay)))
+        rules.append(_Rule(point, only, Fault(name == "fail", delay, name == "die")))
     return rules
 
 
@@ -67,7 +72,16 @@ class Faults:
         return bool(self._rules) or self._file is not None
 
     def at(self, point: str) -> Fault:
-        """The fault of this pass."""
+        """The fault of this pass. Does not return from one that is to die."""
+        fault = self._next(point)
+        if fault is not _NOTHING and self._file is not None:
+            with self._file.with_suffix(".fired").open("a") as fired:
+                fired.write(f"{point}\n")
+        if fault.die:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return fault
+
+    def _next(self, point: str) -> Fault:
         if self._file is not None:
             self._reread()
         if not self._rules:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from hpkv_client import wire
 from hpkv_client.errors import (
     Busy,
+    CopyFailed,
     HpkvError,
     LayoutRefused,
     NoSuchDevice,
@@ -46,6 +47,9 @@ REMOTE_VERBS = frozenset(
 )
 """What other nodes may ask: to look up, hold and forget blocks. Memory, and the daemon itself, are its node's own."""
 
+FAULT_POINTS = {"match": "match", "acquire": "match", "store": "reserve", "put": "reserve", "release": "release"}
+"""Verb -> the fault point that it passes."""
+
 Send = Callable[[bytes, bytes], None]
 """Sends a frame to a ZeroMQ identity without waiting."""
 
@@ -69,6 +73,8 @@ class Service:
         self._clock = clock
         self._send = send
         self._lease_seconds = lease_seconds
+        self._reactor = reactor
+        self._faults = faults
         self._started = clock()
         self._awake = AwakeClock(clock)
         self._engines: dict[str, Engine] = {}
@@ -113,6 +119,22 @@ class Service:
             self._counters["bad_requests"] += 1
             request_id = wire.request_id_of(frame)
             return None if request_id is None else wire.encode_error(request_id, problem)
+        point = FAULT_POINTS.get(request.verb)
+        if point is not None and self._faults.possible:
+            fault = self._faults.at(point)
+            if fault.fail:
+                return wire.encode_error(request.id, CopyFailed(f"fault hook failed a {point}"))
+            if fault.delay:
+                self._reactor.call_later(fault.delay, lambda: self._perform_late(peer, request))
+                return None
+        return self._perform(peer, request)
+
+    def _perform_late(self, peer: Peer, request: Request) -> None:
+        reply = self._perform(peer, request)
+        if reply is not None:
+            self._send(peer.identity, reply)
+
+    def _perform(self, peer: Peer, request: Request) -> bytes | None:
         try:
             if peer.host and request.verb not in REMOTE_VERBS:
                 raise NotPermitted(f"{request.verb} is not for other nodes", "ask on the daemon's own node")

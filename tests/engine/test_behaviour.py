@@ -8,79 +8,20 @@ import threading
 import time
 import urllib.error
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from vllm_server import BLOCK_TOKENS, Topology, Vllm, full_hit, prompt
+from node import Node, node_of
+from vllm_server import BLOCK_TOKENS, Topology, full_hit
 
-from tests.conftest import DaemonFactory, DaemonHandle
+from tests.conftest import DaemonFactory
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-
-CONFIRM = "this-breaks-my-cache"
-
-
-class Node:
-    """A daemon with switchable faults, and an engine on it."""
-
-    def __init__(self, daemon: DaemonHandle, engine: Vllm, faults: Path) -> None:
-        self.daemon = daemon
-        self.engine = engine
-        self._faults = faults
-        self._channel = daemon.client()
-        self._seed = 100
-
-    def set_faults(self, rules: str) -> None:
-        """Replace the fault rules from now on; empty: none."""
-        new = self._faults.with_suffix(".new")
-        new.write_text(rules)
-        new.replace(self._faults)
-
-    def stats(self) -> dict[str, int]:
-        """The daemon's counters and gauges."""
-        return self._channel.call("stats", {}, 5)
-
-    def fresh(self, length: int) -> list[int]:
-        """A prompt that nobody has used."""
-        self._seed += 1
-        return prompt(self._seed, length)
-
-    def quiet(self) -> dict[str, int]:
-        """Statistics once nothing is reserved or pinned any more."""
-        return self.until(lambda stats: stats["pool_reserved_blocks"] == stats["leases"] == 0)
-
-    def until(self, condition, seconds: float = 30.0) -> dict[str, int]:
-        """Statistics that meet the condition."""
-        deadline = time.monotonic() + seconds
-        while not condition(stats := self.stats()):
-            assert time.monotonic() < deadline, stats
-            time.sleep(0.02)
-        return stats
-
-    def warm(self, tokens: list[int], max_tokens: int = 8) -> list[int]:
-        """Answer cold, wait until the daemon has the prompt, empty the engine's own cache; the tokens."""
-        before = self.stats()["stored_blocks"]
-        answer = self.engine.ask(tokens, max_tokens)
-        self.until(lambda stats: stats["stored_blocks"] >= before + len(tokens) // BLOCK_TOKENS)
-        self.quiet()
-        self.engine.reset_local()
-        return answer.tokens
 
 
 @pytest.fixture(scope="module")
 def node(start_engine, daemons: DaemonFactory, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    faults = tmp_path_factory.mktemp("faults") / "rules"
-    faults.write_text("")
-    daemon = daemons(
-        HPKV_KV_MEM_POOL_SIZE="256m",
-        HPKV_FAULTS=f"@{faults}",
-        HPKV_FAULTS_CONFIRM=CONFIRM,
-        # A busy test machine is not a dead daemon; the default of 50 ms is for hosts with a core to spare.
-        HPKV_SUBMIT_DEADLINE_MS=5000,
-    )
-    engine = start_engine(Topology("tp1"), daemon)
-    yield Node(daemon, engine, faults)
-    engine.stop()
+    with node_of(start_engine, daemons, tmp_path_factory.mktemp("behaviour"), Topology("tp1")) as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +30,7 @@ def _sound_afterwards(node: Node) -> Iterator[None]:
     node.set_faults("")
     assert node.engine.running()
     node.quiet()
-    assert node.daemon.client().call("check", {}, 5)["ok"]
+    node.check()
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 128, 640, 1000])
@@ -229,12 +170,7 @@ def test_a_load_that_never_answers_is_given_up_at_its_deadline(node: Node) -> No
     assert answer.tokens == cold
     assert answer.seconds < 20
     node.set_faults("")
-    node.until(lambda _: _hits(node, tokens))
-
-
-def _hits(node: Node, tokens: list[int]) -> bool:
-    node.engine.reset_local()
-    return node.engine.ask(tokens).cached == full_hit(len(tokens))
+    node.until(lambda _: node.hits(tokens))
 
 
 def test_aborts_in_every_state_leak_nothing(node: Node) -> None:
@@ -335,7 +271,7 @@ def test_a_frozen_daemon_costs_misses_and_is_picked_up_again(node: Node) -> None
             os.kill(node.daemon.pid, signal.SIGCONT)
         traffic.see(3)
     tokens = known[2][0]
-    node.until(lambda _: _hits(node, tokens))
+    node.until(lambda _: node.hits(tokens))
 
 
 def test_a_killed_daemon_costs_misses_and_the_next_one_is_picked_up(node: Node) -> None:
@@ -346,7 +282,7 @@ def test_a_killed_daemon_costs_misses_and_the_next_one_is_picked_up(node: Node) 
         traffic.see(9)
         node.daemon.restart()
         traffic.see(9)
-    node.until(lambda _: _hits(node, known[2][0]))
+    node.until(lambda _: node.hits(known[2][0]))
 
 
 def test_a_stopped_daemon_stays_stopped_and_requests_go_on(node: Node) -> None:
@@ -357,7 +293,7 @@ def test_a_stopped_daemon_stays_stopped_and_requests_go_on(node: Node) -> None:
     assert not node.daemon.socket.exists()
     node.daemon.restart()
     node.until(lambda stats: stats["engines"] == 1)
-    node.until(lambda _: _hits(node, known[1][0]))
+    node.until(lambda _: node.hits(known[1][0]))
 
 
 def test_a_daemon_killed_again_and_again_under_load_never_gives_a_wrong_answer(node: Node) -> None:
@@ -371,7 +307,7 @@ def test_a_daemon_killed_again_and_again_under_load_never_gives_a_wrong_answer(n
             node.daemon.restart()
             node.until(lambda stats: stats["engines"] == 1)
     node.set_faults("")
-    node.until(lambda _: _hits(node, known[0][0]))
+    node.until(lambda _: node.hits(known[0][0]))
 
 
 def test_a_mover_killed_in_the_middle_of_loads_is_replaced(node: Node) -> None:
@@ -381,11 +317,11 @@ def test_a_mover_killed_in_the_middle_of_loads_is_replaced(node: Node) -> None:
         for _ in range(3):
             node.engine.reset_local()
             traffic.see(1)
-            movers = node.daemon.client().call("info", {}, 5)["movers"]
+            movers = node.info()["movers"]
             restarts = node.stats()["mover_restarts"]
             os.kill(movers[0]["pid"], signal.SIGKILL)
             node.until(lambda stats, before=restarts: stats["mover_restarts"] > before)
-            node.until(lambda _: node.daemon.client().call("info", {}, 5)["engines"][0]["ready"])
+            node.until(lambda _: node.info()["engines"][0]["ready"])
             traffic.see(2)
     node.set_faults("")
-    node.until(lambda _: _hits(node, known[2][0]))
+    node.until(lambda _: node.hits(known[2][0]))

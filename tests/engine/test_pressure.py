@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from node import Node, node_of
 from reader import Reader, learn_hashes
-from test_behaviour import CONFIRM, Node
 from test_topologies import LAYER_BYTES, LAYERS
 from vllm_server import BLOCK_TOKENS, Topology, full_hit, prompt
 
@@ -24,18 +24,10 @@ OUTPUT_TOKENS = 300
 
 @pytest.fixture(scope="module")
 def node(start_engine, daemons: DaemonFactory, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    faults = tmp_path_factory.mktemp("faults") / "rules"
-    faults.write_text("")
-    daemon = daemons(
-        HPKV_KV_MEM_POOL_SIZE="256m",
-        HPKV_FAULTS=f"@{faults}",
-        HPKV_FAULTS_CONFIRM=CONFIRM,
-        HPKV_SUBMIT_DEADLINE_MS=5000,
-        HPKV_LOAD_DEADLINE_SECONDS=20,
-    )
-    engine = start_engine(Topology("tp1"), daemon, f"--num-gpu-blocks-override={ENGINE_BLOCKS}")
-    yield Node(daemon, engine, faults)
-    engine.stop()
+    few = f"--num-gpu-blocks-override={ENGINE_BLOCKS}"
+    directory = tmp_path_factory.mktemp("pressure")
+    with node_of(start_engine, daemons, directory, Topology("tp1"), few, HPKV_LOAD_DEADLINE_SECONDS=20) as made:
+        yield made
 
 
 def kv(node: Node, tokens: list[int]) -> list[np.ndarray]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -50,7 +51,8 @@ class SessionKeeper:
     """Owns the thread. ``start`` it, read ``link``, ``stop`` it.
 
     ``hello`` is the body of the hello; ``register`` makes the body of the registration (None: nothing to
-    register); ``launch`` is called before the first attempt and may start a daemon.
+    register); ``launch`` is called before the first attempt and may start a daemon. ``counters`` are the owner's
+    own; they travel with each heartbeat, for operators.
     """
 
     def __init__(
@@ -59,11 +61,13 @@ class SessionKeeper:
         hello: Body,
         register: Body | None = None,
         launch: Callable[[], None] | None = None,
+        counters: Counter[str] | None = None,
     ) -> None:
         self._address = address
         self._hello = {"major": PROTOCOL[0], "minor": PROTOCOL[1], **hello}
         self._registration = register
         self._launch = launch
+        self._counters = Counter() if counters is None else counters
         self._link = Link()
         self._changed = threading.Condition()
         self._wake = threading.Event()
@@ -93,6 +97,7 @@ class SessionKeeper:
         """The owner got no answer in time: nothing is asked until the daemon has answered a heartbeat."""
         link = self._link
         if link.up:
+            self._counters["breaker_opened"] += 1
             self._set(Link(link.session, link.epoch, up=False, ready=False, problem="no answer in time"))
         self._wake.set()
 
@@ -126,7 +131,7 @@ class SessionKeeper:
             self._prepare()
             if not channel.session:
                 self._connect(channel)
-            answer = channel.call("heartbeat", {}, ANSWER_SECONDS)
+            answer = channel.call("heartbeat", {"counters": dict(self._counters)}, ANSWER_SECONDS)
             link = Link(channel.session, answer["epoch"], True, answer["ready"], answer["problem"])
         except UnknownSession:
             channel.session = 0

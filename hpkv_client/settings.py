@@ -210,6 +210,14 @@ _TABLE = (
         "longest wait of an engine for its blocks",
     ),
     Setting(
+        "load_when",
+        "HPKV_LOAD_WHEN",
+        "",
+        parse_choice("faster", "always"),
+        "faster",
+        "load a hit unless computing it was much faster lately (faster), or in any case (always)",
+    ),
+    Setting(
         "weights_id",
         "HPKV_WEIGHTS_ID",
         "",
@@ -266,6 +274,7 @@ class Settings:
     lease_seconds: float
     submit_deadline_ms: float
     load_deadline_seconds: float
+    load_when: str
     weights_id: str
     log_level: str
     log_file: Path | None

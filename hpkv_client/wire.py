@@ -18,7 +18,7 @@ import msgpack
 from hpkv_client.errors import HpkvError, ProtocolError, from_code
 from hpkv_client.types import KEY_BYTES, Layer, MemoryHandle, RankShard, Run
 
-PROTOCOL = (1, 0)
+PROTOCOL = (1, 1)
 """Major, minor. Peers of one major understand each other."""
 
 MAX_FRAME = 4 << 20
@@ -26,6 +26,7 @@ MAX_FRAME = 4 << 20
 MAX_PARTS = 1 << 17
 """Most lists and maps in one message: a few megabytes of empty ones would stall the daemon for seconds."""
 MAX_ECHO = 1 << 16
+MAX_COUNTERS = 64
 MAX_KEYS = 1 << 16
 """Most blocks in one request."""
 MAX_RANKS = 4096
@@ -109,6 +110,18 @@ def _records(size: int, most: int) -> Callable[[Any], bytes]:
     return check
 
 
+def _counters(value: Any) -> dict[str, int]:
+    if not isinstance(value, dict) or len(value) > MAX_COUNTERS:
+        raise ValueError(f"must be a map of at most {MAX_COUNTERS} counters")
+    return {_text(name): _integer(0, MAX_INT)(count) for name, count in value.items()}
+
+
+def _texts(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or len(value) > MAX_COUNTERS:
+        raise ValueError(f"must be a map of at most {MAX_COUNTERS} texts")
+    return {_text(name): _text(text) for name, text in value.items()}
+
+
 def _nullable(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: None if value is None else check(value)
 
@@ -177,7 +190,7 @@ VERBS: Mapping[str, Mapping[str, Field]] = {
         "pid": Field(_integer(0, 1 << 31), 0),
     },
     "bye": {},
-    "heartbeat": {},
+    "heartbeat": {"counters": Field(_counters, {})},
     "ping": {"echo": Field(_binary(MAX_ECHO), b"")},
     "register": {
         "rank": Field(_integer(0, MAX_RANKS - 1)),
@@ -185,6 +198,7 @@ VERBS: Mapping[str, Mapping[str, Field]] = {
         "namespace": _DIGEST,
         "model": Field(_text),
         "strategy": Field(_text, ""),
+        "fields": Field(_texts, {}),
         "place": Field(_text, ""),
         "block_tokens": Field(_integer(0, 1 << 31), 0),
         "device": Field(_text),
@@ -198,8 +212,8 @@ VERBS: Mapping[str, Mapping[str, Field]] = {
     },
     "unregister": {},
     "reset": {},
-    "match": {"keys": _KEYS},
-    "acquire": {"keys": _KEYS},
+    "match": {"keys": _KEYS, "request": Field(_text, "")},
+    "acquire": {"keys": _KEYS, "request": Field(_text, "")},
     "release": {"lease": _JOB},
     "load": {"job": _JOB, "lease": _JOB, "first": Field(_integer(0, MAX_KEYS)), "blocks": _BLOCKS},
     "store": {
@@ -215,6 +229,7 @@ VERBS: Mapping[str, Mapping[str, Field]] = {
     "info": {},
     "stats": {},
     "check": {},
+    "explain": {"engine": Field(_text, ""), "request": Field(_text, ""), "last": Field(_integer(1, 256), 20)},
     "clear": {"namespace": Field(_nullable(_binary(KEY_BYTES, exact=True)), None)},
     "config": {},
 }

@@ -143,6 +143,8 @@ class DaemonFactory:
             "HPKV_SOCKET": run / "hpkvd.sock",
             "HPKV_SHARE_MEM_FILE_PATH": pool,
             "HPKV_KV_MEM_POOL_SIZE": POOL_SIZE,
+            # A tiny model computes faster than a disturbed daemon loads: with the default, hits would be left alone.
+            "HPKV_LOAD_WHEN": "always",
         }
         return without_hpkv(os.environ) | {name: str(value) for name, value in (settings | env).items()}
 

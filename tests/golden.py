@@ -48,6 +48,7 @@ BODIES: dict[str, Body] = {
     "info": {},
     "stats": {},
     "check": {},
+    "explain": {"engine": "e", "last": 5},
     "clear": {"namespace": KEY},
     "config": {},
 }
@@ -84,6 +85,7 @@ GOLDEN: dict[str, str] = {
     "info": f"94a4696e666f{HEAD}80",
     "stats": f"94a57374617473{HEAD}80",
     "check": f"94a5636865636b{HEAD}80",
+    "explain": f"94a76578706c61696e{HEAD}82a6656e67696e65a165a46c61737405",
     "clear": f"94a5636c656172{HEAD}81a96e616d657370616365c420{K}",
     "config": f"94a6636f6e666967{HEAD}80",
 }

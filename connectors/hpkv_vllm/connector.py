@@ -114,8 +114,11 @@ class HpkvConnectorV1(KVConnectorBase_V1, SupportsHMA):
         return self._worker.results()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Stores that this rank is through with."""
-        return self._worker.metadata() if self._worker else None
+        """Stores that this rank is through with, and whether a step that is timed has ended."""
+        if not self._worker:
+            return None
+        metadata = self._connector_metadata
+        return self._worker.metadata(metadata.timed if isinstance(metadata, StepMetadata) else 0)
 
     def _step(self) -> StepMetadata:
         metadata = self._get_connector_metadata()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,27 @@ log = init_logger("vllm.hpkv.identity")
 STRONG_HASHES = ("sha256", "sha256_cbor")
 
 
-def fingerprint(vllm_config: Any, kv_cache_config: Any, weights_id: str) -> bytes:
-    """32 bytes that name model, weights and KV format. Free of tp, pp, dp, ranks and engine ids.
+_MODEL_FIELDS = (
+    "architectures",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "sliding_window",
+    "layer_types",
+    "quantization_config",
+)
+"""Parts of a model's configuration that are told apart when two namespaces are compared."""
+
+_BRIEF_CHARACTERS = 64
+
+
+def namespace_fields(vllm_config: Any, kv_cache_config: Any, weights_id: str) -> dict[str, str]:
+    """Everything that changes the bytes of a block, by name. Free of tp, pp, dp, ranks and engine ids.
 
     ``weights_id`` names the model's weights if someone set it. Raises ``ConfigError`` when the engine hashes prefixes
     with something that is guessable or collides, or when its weights cannot be told from others.
@@ -34,23 +54,36 @@ def fingerprint(vllm_config: Any, kv_cache_config: Any, weights_id: str) -> byte
         )
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
-    return typed_digest(
-        "hpkv-vllm-v1",
-        _model_text(model),
-        _weights(vllm_config, model, weights_id),
-        str(model.dtype),
-        str(cache.cache_dtype),
-        str(model.quantization),
-        algorithm,
-        cache.block_size,
-        int(getattr(kv_cache_config, "hash_block_size", None) or cache.block_size),
-        str(getattr(kv_cache_config, "kv_cache_layout", None)),
-        _groups_text(kv_cache_config),
-        str(getattr(speculative, "method", None)),
-        _model_text(draft) if draft is not None else None,
-        _weights(vllm_config, draft, weights_id and f"{weights_id} draft") if draft is not None else None,
-        element_encoding(vllm_config.device_config.device_type),
-    )
+    fields = _model_fields("model", model) | {
+        "weights": _weights(vllm_config, model, weights_id).hex(),
+        "element type": str(model.dtype),
+        "KV cache type": str(cache.cache_dtype),
+        "quantization": str(model.quantization),
+        "prefix hash": algorithm,
+        "block size": str(cache.block_size),
+        "hash block size": str(getattr(kv_cache_config, "hash_block_size", None) or cache.block_size),
+        "KV layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
+        "KV groups": _groups_text(kv_cache_config),
+        "speculation": str(getattr(speculative, "method", None)),
+        "element order": element_encoding(vllm_config.device_config.device_type),
+    }
+    if draft is not None:
+        fields |= _model_fields("draft model", draft)
+        fields["draft weights"] = _weights(vllm_config, draft, weights_id and f"{weights_id} draft").hex()
+    return fields
+
+
+def fingerprint(fields: Mapping[str, str]) -> bytes:
+    """32 bytes that name model, weights and KV format."""
+    return typed_digest("hpkv-vllm-v2", *(text for pair in sorted(fields.items()) for text in pair))
+
+
+def brief(fields: Mapping[str, str]) -> dict[str, str]:
+    """The same for people who compare two: long values become a digest."""
+    return {
+        name: text if len(text) <= _BRIEF_CHARACTERS else f"#{typed_digest(text).hex()[:12]}"
+        for name, text in fields.items()
+    }
 
 
 def _weights(vllm_config: Any, model: Any, weights_id: str) -> bytes:
@@ -60,12 +93,17 @@ def _weights(vllm_config: Any, model: Any, weights_id: str) -> bytes:
     return model_digest(model.model, model.revision, weights_id)
 
 
-def _model_text(model: Any) -> str:
+def _model_fields(prefix: str, model: Any) -> dict[str, str]:
     """The model's configuration with overrides (rope, window ...) applied, without where it was read from."""
     config = model.hf_config.to_dict()
     for volatile in ("_name_or_path", "transformers_version"):
         config.pop(volatile, None)
-    return json.dumps(config, sort_keys=True, default=str)
+    fields = {f"{prefix} {name}": _json(config.pop(name)) for name in _MODEL_FIELDS if name in config}
+    return fields | {f"{prefix}, all else": _json(config)}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def _groups_text(kv_cache_config: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,7 @@ IDLE_WAIT_SECONDS = 0.01
 """The same, after a step that computed nothing: the answer is all there is to wait for."""
 RESET_SECONDS = 2.0
 MAX_KEYS = 1 << 15
+MAX_ASKER = 128
 
 
 @dataclass(slots=True)
@@ -50,10 +52,11 @@ class Directory:
     """The daemons as the scheduler sees them: one session for each part of the engine. Engine core's thread only.
 
     An engine on one node has one daemon; of one over several nodes, each node's daemon keeps parts of its own, and
-    all are asked at once.
+    all are asked at once. ``counters`` are told to operators by the session of the first part.
     """
 
-    def __init__(self, settings: Settings, parts: Sequence[Part]) -> None:
+    def __init__(self, settings: Settings, parts: Sequence[Part], counters: Counter[str]) -> None:
+        self.counters = counters
         self.parts = tuple(parts)
         self._settings = settings
         addresses = [_address(part, settings) for part in self.parts]
@@ -63,8 +66,12 @@ class Directory:
         self._sessions: list[int] = []
         self._wait_left = STEP_WAIT_SECONDS
         self._keepers = [
-            SessionKeeper(address, {"name": "scheduler", "engine": part.engine, "instance": _instance(part, settings)})
-            for part, address in zip(self.parts, addresses, strict=True)
+            SessionKeeper(
+                address,
+                {"name": "scheduler", "engine": part.engine, "instance": _instance(part, settings)},
+                counters=None if index else counters,
+            )
+            for index, (part, address) in enumerate(zip(self.parts, addresses, strict=True))
         ]
         for keeper in self._keepers:
             keeper.start()
@@ -81,8 +88,8 @@ class Directory:
         for keeper in self._keepers:
             keeper.suspect()
 
-    def ask(self, keys: Sequence[Sequence[bytes]]) -> Lookup | None:
-        """Ask for the leading ``keys[i]`` of each part; None when there is nobody to ask."""
+    def ask(self, keys: Sequence[Sequence[bytes]], asker: str) -> Lookup | None:
+        """Ask for the leading ``keys[i]`` of each part; None when there is nobody to ask. ``asker``: for operators."""
         if not self.usable:
             return None
         sessions = [keeper.link.session for keeper in self._keepers]
@@ -91,9 +98,10 @@ class Directory:
             self._sessions = sessions
             self._lookups.clear()
         lookup = Lookup(time.monotonic())
+        self.counters["lookups"] += 1
         for index, part in enumerate(self.parts):
             verb = "acquire" if part.window_tokens else "match"
-            body = {"keys": b"".join(keys[index][:MAX_KEYS])}
+            body = {"keys": b"".join(keys[index][:MAX_KEYS]), "request": asker[:MAX_ASKER]}
             try:
                 request = self._channel_of[index].send(verb, body, self._keepers[index].link.session)
             except Unreachable:
@@ -118,6 +126,7 @@ class Directory:
             return True
         if time.monotonic() - lookup.asked < self._settings.submit_deadline_ms / 1000:
             return False
+        self.counters["lookup_timeouts"] += 1
         silent_ones = sorted({str(self._channel_of[index].address) for index in lookup.waiting.values()})
         log.warning(
             "HPKV: no answer to a look-up within %d ms from %s",

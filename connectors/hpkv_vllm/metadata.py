@@ -69,18 +69,26 @@ class Store:
 
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler to worker. ``idle``: nothing is computed, the worker may wait a moment for the daemon."""
+    """Scheduler to worker. ``idle``: nothing is computed, the worker may wait a moment for the daemon.
+
+    ``timed`` is the number of a step whose end the ranks report, 0 for one that nobody times.
+    """
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     idle: bool = False
+    timed: int = 0
 
 
 @dataclass(slots=True)
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """Worker to scheduler: how many ranks no longer need the source blocks of each store job."""
+    """Worker to scheduler: how many ranks no longer need the source blocks of each store job.
+
+    ``timed``: the last step with a number that has ended.
+    """
 
     stored: dict[int, int]
+    timed: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """Sum over the ranks of one step."""
@@ -88,4 +96,4 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         total = dict(self.stored)
         for job, count in other.stored.items():
             total[job] = total.get(job, 0) + count
-        return WorkerMetadata(total)
+        return WorkerMetadata(total, max(self.timed, other.timed))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,15 +17,19 @@ from hpkv_client.prefix import usable_tokens
 from hpkv_client.settings import Settings
 from hpkv_client.types import KeyMaker, typed_digest
 from hpkv_vllm import compat
-from hpkv_vllm.identity import Adapters, fingerprint, machine_id
+from hpkv_vllm.identity import Adapters, fingerprint, machine_id, namespace_fields
 from hpkv_vllm.lookup import MAX_KEYS, Directory, Lookup
 from hpkv_vllm.metadata import Load, Part, Piece, RankParts, StepMetadata, Store, WorkerMetadata
+from hpkv_vllm.pace import LEAST_TOKENS, Pace
 
 log = init_logger("vllm.hpkv.scheduler")
 
 _MAX_PINNED_SHARE = 4
 """At most one part in this many of the engine's blocks is pinned for stores at any time."""
 
+
+_TIMED_STEPS = 64
+"""More steps than that are never under way at once."""
 
 _RETRIES = 1
 """A load that failed is tried again so often: a copy may fail once, but a daemon that always fails is not asked on."""
@@ -53,6 +58,15 @@ class _Request:
     """One of them took so long that nothing more is loaded for this request."""
 
 
+@dataclass(slots=True)
+class _Loading:
+    """A load that the ranks are at."""
+
+    leases: dict[int, int]
+    planned: float
+    tokens: int
+
+
 class SchedulerConnector:
     """Scheduler side. Called by the engine core's thread only."""
 
@@ -62,16 +76,22 @@ class SchedulerConnector:
         self._hash_tokens = compat.hash_tokens(vllm_config, kv_cache_config)
         self._alignment = math.lcm(*(group.block_tokens for group in groups))
         self._world = int(vllm_config.parallel_config.world_size)
-        self._namespace = namespace = fingerprint(vllm_config, kv_cache_config, settings.weights_id)
+        self._namespace = namespace = fingerprint(namespace_fields(vllm_config, kv_cache_config, settings.weights_id))
         log.info("HPKV: namespace %s, %d KV-cache groups", namespace.hex(), len(groups))
         self._makers: dict[tuple[int, bytes], KeyMaker] = {}
         """By KV-cache group and the digest of the adapter, empty without one."""
         self._adapters = Adapters()
-        self._directory = Directory(settings, ())
+        self._counters: Counter[str] = Counter()
+        self._directory = Directory(settings, (), self._counters)
+        self._pace = Pace() if settings.load_when == "faster" else None
+        self._steps = itertools.count(1)
+        self._timed: dict[int, tuple[int, float]] = {}
+        """Number of a step that is timed -> its tokens, and when it was planned."""
+        self._last_output = 0.0
         self._pool: Any = None
         self._requests: dict[str, _Request] = {}
-        self._loading: dict[str, tuple[dict[int, int], float]] = {}
-        """Request id -> leases of its load, and when it was planned."""
+        self._loading: dict[str, _Loading] = {}
+        """By request id."""
         self._new_loads: list[Load] = []
         self._jobs = itertools.count(1)
         self._pinned: dict[int, tuple[list[int], int]] = {}
@@ -95,7 +115,7 @@ class SchedulerConnector:
             known.update((part.name, part) for part in rank.parts)
         parts = sorted(known.values(), key=lambda part: part.name)
         try:
-            self._directory = Directory(self._settings, parts)
+            self._directory = Directory(self._settings, parts, self._counters)
         except HpkvError as problem:
             log.warning("HPKV is off: %s", problem)
 
@@ -140,7 +160,7 @@ class SchedulerConnector:
         self._directory.drop(state.lookup)
         limit = self._limit(state.request)
         keys = [keys[: limit // part.block_tokens] for part, keys in zip(self._directory, state.keys, strict=True)]
-        state.lookup = self._directory.ask(keys) if limit else None
+        state.lookup = self._directory.ask(keys, str(state.request.request_id)) if limit else None
         state.tokens = None if state.lookup else 0
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
@@ -157,6 +177,11 @@ class SchedulerConnector:
         tokens = state.tokens or 0
         held = state.lookup is not None and state.lookup.leases
         if not held or tokens <= local_tokens or local_tokens % self._alignment:
+            return 0, False
+        if self._pace is not None and not self._pace.worth_loading(time.monotonic()):
+            self._counters["hits_recomputed"] += 1
+            self._counters["hit_tokens_recomputed"] += tokens - local_tokens
+            self._directory.drop(state.lookup)
             return 0, False
         state.local = local_tokens
         return tokens - local_tokens, True
@@ -201,15 +226,17 @@ class SchedulerConnector:
             if absent < len(wanted):
                 job, lease = next(self._jobs), lookup.leases.get(index, 0)
                 pieces.append(Piece(part.name, job, lease, first + absent, wanted[absent:]))
-        self._loading[request.request_id] = lookup.leases, time.monotonic()
+        self._loading[request.request_id] = _Loading(lookup.leases, time.monotonic(), external_tokens)
         lookup.leases = {}
+        self._counters["loads"] += 1
+        self._counters["hit_tokens_loaded"] += external_tokens
         self._new_loads.append(Load(request.request_id, pieces))
 
     def plan_step(self, output: Any) -> StepMetadata:
         """Loads and stores of this step, for every rank."""
         idle = output.total_num_scheduled_tokens == 0
         self._directory.new_step(idle)
-        metadata = StepMetadata(self._new_loads, idle=idle)
+        metadata = StepMetadata(self._new_loads, idle=idle, timed=self._number(output.total_num_scheduled_tokens))
         self._new_loads = []
         for request_id in output.preempted_req_ids or ():
             self._forget(request_id)
@@ -224,6 +251,16 @@ class SchedulerConnector:
             if state is not None and state.adapter is not None and self._directory.usable:
                 self._plan_snapshots(state, found, metadata)
         return metadata
+
+    def _number(self, tokens: int) -> int:
+        """A number for a step that is worth timing, else 0."""
+        if self._pace is None or tokens < LEAST_TOKENS:
+            return 0
+        number = next(self._steps)
+        # A step whose end no rank reported is not waited for.
+        self._timed.pop(number - _TIMED_STEPS, None)
+        self._timed[number] = tokens, time.monotonic()
+        return number
 
     def _forget(self, request_id: str) -> None:
         """After a preemption the request is looked up again, with the tokens it has by then."""
@@ -307,20 +344,36 @@ class SchedulerConnector:
     def take_output(self, output: Any) -> None:
         """What the ranks report: finished loads end leases, finished stores unpin blocks."""
         failed = set(getattr(output, "failed_recving", None) or ())
+        now = time.monotonic()
         for request_id in output.finished_recving or ():
-            leases, planned = self._loading.pop(request_id, ({}, 0.0))
-            self._directory.release(leases)
+            load = self._loading.pop(request_id, None)
+            if load is None:
+                continue
+            self._directory.release(load.leases)
             state = self._requests.get(request_id)
-            if state is not None and request_id in failed:
+            if request_id not in failed:
+                if self._pace is not None:
+                    self._pace.loading.sample(load.tokens, now - load.planned, now)
+                continue
+            self._counters["load_failures"] += 1
+            if state is not None:
                 # What the daemons still have is asked for once more; vLLM has given the blocks of this load back.
                 state.failures += 1
-                state.late = time.monotonic() - planned >= self._settings.load_deadline_seconds
+                state.late = now - load.planned >= self._settings.load_deadline_seconds
                 state.lookup, state.tokens = None, None
                 state.offered = [0] * len(state.offered)
         metadata = output.kv_connector_worker_meta
         if isinstance(metadata, WorkerMetadata):
+            self._time(metadata.timed, now)
             for job, count in metadata.stored.items():
                 self._count(job, count)
+        self._last_output = now
+
+    def _time(self, step: int, now: float) -> None:
+        """A timed step has ended. It began when it was planned, or when the step before it ended."""
+        tokens, planned = self._timed.pop(step, (0, 0.0))
+        if tokens and self._pace is not None:
+            self._pace.computing.sample(tokens, now - max(planned, self._last_output), now)
 
     def _count(self, job: int, count: int) -> None:
         blocks, through = self._pinned[job]

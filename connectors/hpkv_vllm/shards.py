@@ -15,7 +15,7 @@ from hpkv_client.topology import KvTensor, ModelShape, Parallel, element_order, 
 from hpkv_client.types import Layer, RankShard, typed_digest
 from hpkv_client.wire import Body, handle_to_wire, shard_to_wire
 from hpkv_vllm import compat
-from hpkv_vllm.identity import fingerprint
+from hpkv_vllm.identity import brief, fingerprint, namespace_fields
 from hpkv_vllm.metadata import Part
 
 _PATTERN = 251
@@ -50,7 +50,8 @@ def shards_of(
     place = _place(parallel, settings)
     node = f"n{parallel.node}" if parallel.node else ""
     tensors, regions = compat.kv_tensors(kv_caches, memory)
-    base = fingerprint(vllm_config, kv_cache_config, settings.weights_id)
+    fields = namespace_fields(vllm_config, kv_cache_config, settings.weights_id)
+    base = fingerprint(fields)
     orders = {element_order(tensor) for tensor in tensors}
     if len(orders) != 1:
         raise LayoutRefused(f"layers of one rank are laid out differently: {sorted(orders)}")
@@ -96,6 +97,7 @@ def shards_of(
                 label += f" dcp{group.token_shards}x{parallel.dcp_interleave} pcp{parallel.pcp_size}"
             registration = common | {
                 "namespace": part_namespace(base, label, group.window_tokens, order),
+                "fields": brief(fields | {"part": label, "order": order}),
                 "block_tokens": group.block_tokens,
                 **shard_to_wire(shard),
             }

@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ class WorkerConnector:
         self._control = ControlPage(self._control_memory.mapping)
         self._keepers: dict[str, SessionKeeper] = {}
         """Part -> its session; every part is an engine of its own to the daemon."""
+        self._counters: Counter[str] = Counter()
+        """For operators: told by the session of the first part."""
         self._parts: RankParts | None = None
         self._channel: Channel | None = None
         self._pending: dict[int, _Pending] = {}
@@ -115,7 +118,8 @@ class WorkerConnector:
             "instance": self._settings.instance,
         }
         launcher = None if self._keepers else lambda: launch.ensure_daemon(self._settings, REGISTER_WAIT_SECONDS)
-        keeper = SessionKeeper(path, hello, one.registration, launch=launcher)
+        counters = None if self._keepers else self._counters
+        keeper = SessionKeeper(path, hello, one.registration, launcher, counters)
         keeper.start()
         return keeper
 
@@ -222,6 +226,7 @@ class WorkerConnector:
         late = [(request, pending) for request, pending in self._pending.items() if lost or pending.deadline <= now]
         if late:
             if not lost:
+                self._counters["late_jobs"] += len(late)
                 log.warning("HPKV: %d jobs missed their deadline, the daemon counts as down", len(late))
                 self._suspect()
             self._control.withdraw_through(max(pending.job for _, pending in late))
@@ -256,12 +261,12 @@ class WorkerConnector:
         self._loaded, self._failed = set(), set()
         return loaded, failed
 
-    def metadata(self) -> WorkerMetadata | None:
-        """Store jobs that this rank is through with since the last call."""
-        if not self._stored:
+    def metadata(self, timed: int) -> WorkerMetadata | None:
+        """Store jobs that this rank is through with since the last call, and the number of a step that is timed."""
+        if not self._stored and not timed:
             return None
         stored, self._stored = self._stored, {}
-        return WorkerMetadata(stored)
+        return WorkerMetadata(stored, timed)
 
     def shutdown(self) -> None:
         """Leave the daemon politely."""

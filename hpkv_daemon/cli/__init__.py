@@ -21,6 +21,7 @@ _MODULES = {
     "ping": "query",
     "stats": "query",
     "info": "query",
+    "explain": "query",
     "check": "query",
     "clear": "query",
     "config": "config",

@@ -1,4 +1,4 @@
-"""Commands that ask a running daemon: status, ping, stats, info, check, clear; and version."""
+"""Commands that ask a running daemon: status, ping, stats, info, explain, check, clear; and version."""
 
 from __future__ import annotations
 
@@ -131,6 +131,19 @@ def info(as_json: bool, timeout: float, **flags: Any) -> None:
     """Describe pool, namespaces, engines with their shards, sessions, leases, movers."""
     with connected(client_settings(flags).socket, timeout) as connection:
         emit(connection.call("info"), as_json)
+
+
+@click.command()
+@click.argument("engine", default="")
+@as_json
+@reply_timeout(5.0)
+@click.option("--request", metavar="ID", default="", help="Only the look-ups of this request.")
+@click.option("-n", "--last", type=click.IntRange(1, 256), default=20, show_default=True, help="So many look-ups.")
+@setting_options(*CLIENT_SETTINGS)
+def explain(engine: str, as_json: bool, timeout: float, request: str, last: int, **flags: Any) -> None:
+    """Tell why prompts missed: the latest look-ups (of ENGINE), and how other namespaces differ."""
+    with connected(client_settings(flags).socket, timeout) as connection:
+        emit(connection.call("explain", {"engine": engine, "request": request, "last": last}), as_json)
 
 
 @click.command()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hpkv_client.types import KEY_BYTES, BlockKey
+from hpkv_daemon.core.departures import Departures, Reason
 from hpkv_daemon.core.index import NONE, BlockTable, Namespace, State
 from hpkv_daemon.core.policy import Policy
 from hpkv_daemon.core.slots import SlotPool
@@ -46,6 +47,7 @@ class Blocks:
         self.namespaces: list[Namespace] = []
         self.usage = Usage()
         self.counters: Counter[str] = Counter()
+        self.departures = Departures()
         self.tick = 0
         self._make_policy = policy
         self._policies: list[Policy] = []
@@ -137,7 +139,9 @@ class Blocks:
         self._extent_use[self.slots.extent_of(slot)] = self.tick
         self.usage.reserved_blocks -= 1
         self.usage.resident_blocks += 1
-        self.usage.resident_bytes += self.namespace_of(slot).block_bytes
+        home = self.namespace_of(slot)
+        self.usage.resident_bytes += home.block_bytes
+        home.used = True
         self._refresh(slot)
 
     def condemn(self, slot: int) -> None:
@@ -172,6 +176,7 @@ class Blocks:
 
     def evict(self, slot: int) -> None:
         """Drop an exposed block."""
+        self.departures.note(self.key_of(slot), Reason.EVICTED)
         self.counters["evicted_blocks"] += 1
         self.counters["evicted_bytes"] += self.namespace_of(slot).block_bytes
         last_use = self._policy(slot).last_use(slot)

@@ -33,7 +33,7 @@ class State(IntEnum):
 class Namespace:
     """The blocks of one model and KV format."""
 
-    __slots__ = ("block_bytes", "fingerprint", "size_class", "slots")
+    __slots__ = ("block_bytes", "fingerprint", "size_class", "slots", "used")
 
     def __init__(self, fingerprint: bytes, block_bytes: int, size_class: int) -> None:
         self.fingerprint = fingerprint
@@ -41,6 +41,8 @@ class Namespace:
         self.size_class = size_class
         self.slots: dict[BlockKey, int] = {}
         """Key -> slot, for RESERVED, COMPLETE and RESIDENT blocks."""
+        self.used = False
+        """Whether anything was ever stored in it."""
 
 
 class BlockTable:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 from hpkv_client.errors import LeaseLost, UsageError
 from hpkv_client.types import BlockKey, Keys
 from hpkv_daemon.core.blocks import Blocks
+from hpkv_daemon.core.departures import Reason
 from hpkv_daemon.core.index import NONE, State, longest_prefix
 from hpkv_daemon.core.leases import Lease, LeaseTable
 from hpkv_daemon.core.policy import Policy
@@ -19,6 +20,9 @@ NO_ROOM = -2
 """Reservation entry: every slot it could take is leased or reserved."""
 ORPHAN = -3
 """Reservation entry: the block's parent is not here, so no prefix could ever lead to it."""
+
+
+_DROPPED = {NO_ROOM: Reason.NO_ROOM, ORPHAN: Reason.NO_PARENT}
 
 
 @dataclass(slots=True)
@@ -194,7 +198,7 @@ class BlockStore:
     # -- writing ------------------------------------------------------------------------------------------
 
     def reserve(
-        self, namespace: int, parent: BlockKey | None, keys: Iterable[BlockKey], owner: Hashable
+        self, namespace: int, parent: BlockKey | None, keys: Collection[BlockKey], owner: Hashable
     ) -> Reservation:
         """Decide, in order, what happens to each block of a chain under ``parent`` (None: no block)."""
         entries: list[int] = []
@@ -219,9 +223,9 @@ class BlockStore:
                     missing = NO_ROOM
                 entries.append(slot if slot != NONE else NO_ROOM)
             above = slot
-        return self._open(entries, owner)
+        return self._open(keys, entries, owner)
 
-    def reserve_each(self, namespace: int, keys: Iterable[BlockKey], owner: Hashable) -> Reservation:
+    def reserve_each(self, namespace: int, keys: Collection[BlockKey], owner: Hashable) -> Reservation:
         """Like ``reserve`` for unrelated blocks: each is a root of its own."""
         entries: list[int] = []
         full = False
@@ -232,15 +236,20 @@ class BlockStore:
             slot = NONE if full else self.blocks.reserve(namespace, key, NONE)
             full = slot == NONE
             entries.append(NO_ROOM if full else slot)
-        return self._open(entries, owner)
+        return self._open(keys, entries, owner)
 
-    def _open(self, entries: list[int], owner: Hashable) -> Reservation:
+    def _open(self, keys: Collection[BlockKey], entries: list[int], owner: Hashable) -> Reservation:
         reservation = Reservation(next(self._numbers), owner, entries)
         self._reservations[reservation.number] = reservation
         counters = self.blocks.counters
-        counters["dropped_full_blocks"] += entries.count(NO_ROOM)
-        counters["dropped_orphan_blocks"] += entries.count(ORPHAN)
+        full, orphans = entries.count(NO_ROOM), entries.count(ORPHAN)
+        counters["dropped_full_blocks"] += full
+        counters["dropped_orphan_blocks"] += orphans
         counters["kept_blocks"] += entries.count(KEPT)
+        if full or orphans:
+            for key, entry in zip(keys, entries, strict=True):
+                if entry in _DROPPED:
+                    self.blocks.departures.note(key, _DROPPED[entry])
         return reservation
 
     def commit(self, reservation: Reservation) -> int:
@@ -277,6 +286,7 @@ class BlockStore:
         for slot in reservation.reserved:
             if table.state[slot] == State.RESERVED:
                 for below in reversed(table.subtree(slot)):
+                    self.blocks.departures.note(table.key_of(below), Reason.FAILED)
                     self.blocks.condemn(below)
         for slot in reversed(reservation.reserved):
             self.blocks.release_void(slot)

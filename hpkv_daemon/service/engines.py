@@ -71,6 +71,8 @@ class Engine:
         self.model = model
         self.strategy = strategy
         self.block_tokens = block_tokens
+        self.fields: dict[str, str] = {}
+        """What its namespace is made of, for operators."""
         self.ranks: dict[int, Rank] = {}
         self.layout: CanonicalLayout | None = None
         self.namespace: int | None = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hpkv_client.wire import Body
 from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.service.engines import Engine
+from hpkv_daemon.service.explain import Explanations
 from hpkv_daemon.service.movers import Movers
 from hpkv_daemon.service.sessions import SessionTable
 
@@ -37,6 +38,7 @@ def describe(
     engines: Iterable[Engine],
     sessions: SessionTable,
     movers: Movers,
+    explanations: Explanations,
 ) -> Body:
     """The body of ``info``. ``awake`` is now by the sessions' clock."""
     return {
@@ -47,8 +49,8 @@ def describe(
         "uptime_seconds": round(uptime, 3),
         "socket": identity.socket,
         "pool": _pool(identity, store),
-        "namespaces": _namespaces(store, engines := list(engines)),
-        "engines": [_engine(engine) for engine in engines],
+        "namespaces": _namespaces(store, engines := list(engines), explanations),
+        "engines": [_engine(engine, _counted(engine, sessions)) for engine in engines],
         "sessions": [
             {
                 "name": session.name,
@@ -82,7 +84,7 @@ def _pool(identity: Identity, store: BlockStore) -> Body:
     }
 
 
-def _namespaces(store: BlockStore, engines: list[Engine]) -> list[Body]:
+def _namespaces(store: BlockStore, engines: list[Engine], explanations: Explanations) -> list[Body]:
     by_number = {engine.namespace: engine for engine in engines}
     found = []
     for number, namespace in enumerate(store.blocks.namespaces):
@@ -90,7 +92,7 @@ def _namespaces(store: BlockStore, engines: list[Engine]) -> list[Body]:
         found.append(
             {
                 "id": namespace.fingerprint.hex(),
-                "model": engine.model if engine else "",
+                "model": explanations.model_of(number),
                 "block_bytes": namespace.block_bytes,
                 "block_tokens": engine.block_tokens if engine else 0,
                 "blocks": len(namespace.slots),
@@ -99,7 +101,16 @@ def _namespaces(store: BlockStore, engines: list[Engine]) -> list[Body]:
     return found
 
 
-def _engine(engine: Engine) -> Body:
+def _counted(engine: Engine, sessions: SessionTable) -> Body:
+    """What the engine's processes count themselves, summed."""
+    total: Counter[str] = Counter()
+    for session in sessions:
+        if session.engine == engine.name:
+            total.update(session.counters)
+    return dict(sorted(total.items()))
+
+
+def _engine(engine: Engine, counted: Body) -> Body:
     return {
         "engine": engine.name,
         "model": engine.model,
@@ -110,6 +121,7 @@ def _engine(engine: Engine) -> Body:
         "namespace": engine.namespace,
         "block_tokens": engine.block_tokens,
         "block_bytes": engine.layout.block_bytes if engine.layout else 0,
+        "counters": counted,
         "ranks": [
             {
                 "rank": rank.number,

@@ -29,6 +29,7 @@ from hpkv_daemon.movers.base import Attached, Mover
 from hpkv_daemon.movers.faults import Faults
 from hpkv_daemon.service.clock import AwakeClock
 from hpkv_daemon.service.engines import Engine, Rank
+from hpkv_daemon.service.explain import Explanations
 from hpkv_daemon.service.movers import Movers
 from hpkv_daemon.service.report import Identity, describe, statistics
 from hpkv_daemon.service.sessions import REMOTE_UID, Peer, Reactor, Session, SessionTable
@@ -83,6 +84,7 @@ class Service:
         self._transfers = Transfers(
             store, self._movers, reactor, clock, self._awake, self._answer, lease_seconds, faults
         )
+        self._explanations = Explanations(store)
         self._counters: Counter[str] = Counter()
         self._open_verbs: dict[str, Callable[[Peer, Request], Body]] = {
             "hello": self._hello,
@@ -90,6 +92,7 @@ class Service:
             "info": self._info,
             "stats": self._stats,
             "check": self._check,
+            "explain": self._explain,
             "clear": self._clear,
             "config": self._config,
         }
@@ -210,6 +213,7 @@ class Service:
         return {}
 
     def _heartbeat(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
+        session.counters = request.body["counters"]
         engine = self._engines.get(session.engine)
         return {
             "epoch": self._identity.epoch,
@@ -276,6 +280,7 @@ class Service:
             body["place"],
         )
         engine.admit(rank, body["world"], body["namespace"])
+        engine.fields = body["fields"]
         self._engines[engine.name] = engine
         if engine.complete:
             self._complete(engine)
@@ -302,6 +307,7 @@ class Service:
             fingerprint = engine.prove()
             assert engine.layout is not None
             engine.namespace = self._store.open_namespace(fingerprint, engine.layout.block_bytes)
+            self._explanations.opened(engine.namespace, engine)
             for rank in engine.ranks.values():
                 if rank.attachment:
                     self._movers.detach(rank.attachment)
@@ -350,9 +356,11 @@ class Service:
         counters = self._transfers.counters
         counters["requested_blocks"] += len(keys)
         lease = self._store.acquire(engine.namespace, keys, engine.name, self._clock() + self._lease_seconds)
+        hit = lease.length if lease else 0
+        self._explanations.looked_up(engine, request.body["request"], keys, hit, self._clock())
         if lease is None:
             return {"hit": 0, "lease": 0}
-        counters["matched_blocks"] += lease.length
+        counters["matched_blocks"] += hit
         return {"hit": lease.length, "lease": lease.number}
 
     def _acquire(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
@@ -364,7 +372,12 @@ class Service:
         counters = self._transfers.counters
         counters["requested_blocks"] += len(keys)
         counters["matched_blocks"] += len(lease.pinned) if lease else 0
-        return {"found": bytes(slot != NONE for slot in slots), "lease": lease.number if lease else 0}
+        found = bytes(slot != NONE for slot in slots)
+        missed = [key for key, here in zip(keys, found, strict=True) if not here]
+        hit = len(keys) - len(missed)
+        asked = [*(key for key, here in zip(keys, found, strict=True) if here), *missed]
+        self._explanations.looked_up(engine, request.body["request"], asked, hit, self._clock())
+        return {"found": found, "lease": lease.number if lease else 0}
 
     def _contains(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
         engine = self._ready_engine(session)
@@ -424,6 +437,7 @@ class Service:
             self._engines.values(),
             self._sessions,
             self._movers,
+            self._explanations,
         )
 
     def _stats(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
@@ -441,6 +455,12 @@ class Service:
             "blocks": self._store.blocks.usage.resident_blocks,
             "leases": len(self._store.leases),
         }
+
+    def _explain(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
+        body = request.body
+        return self._explanations.describe(
+            body["engine"], body["request"], body["last"], self._clock(), list(self._engines.values())
+        )
 
     def _clear(self, peer: Peer, request: Request) -> Body:
         if peer.uid not in (0, os.geteuid()):

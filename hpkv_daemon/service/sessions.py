@@ -55,6 +55,8 @@ class Session:
     watched: bool
     started: float
     seen: float
+    counters: dict[str, int] = field(default_factory=dict)
+    """What the peer counts, as of its last heartbeat."""
 
 
 @dataclass(slots=True)

@@ -44,7 +44,7 @@ def live(shared: Observed) -> Iterator[Observed]:
 
 
 def test_every_verb_has_golden_bytes_of_this_version() -> None:
-    assert (PROTOCOL, wire.version_text()) == ((1, 0), "hpkv/1.0")
+    assert (PROTOCOL, wire.version_text()) == ((1, 1), "hpkv/1.1")
     assert set(GOLDEN) == set(BODIES) == set(VERBS)
 
 
@@ -160,6 +160,7 @@ REPLIES = {
     "reset": {"cleared_blocks"},
     "check": {"ok", "blocks", "leases"},
     "config": {"settings", "origins"},
+    "explain": {"lookups", "other_namespaces"},
     "clear": {"cleared_blocks"},
     "info": {
         "pid",

@@ -14,6 +14,7 @@ from typing import Any
 
 from hpkv_client.errors import ConfigError, NotPermitted
 from hpkv_client.values import (
+    Quota,
     format_size,
     parse_choice,
     parse_instance,
@@ -21,6 +22,7 @@ from hpkv_client.values import (
     parse_mode,
     parse_name,
     parse_path,
+    parse_quotas,
     parse_seconds,
     parse_size,
     parse_socket,
@@ -169,6 +171,14 @@ _TABLE = (
         "which blocks leave a full pool first: lru or s3fifo",
     ),
     Setting(
+        "quotas",
+        "HPKV_QUOTAS",
+        "--quotas",
+        parse_quotas,
+        None,
+        "shares of the pool by model: MODEL=RESERVED:MAXIMUM, as in 'llama=20%:50%, *=:4g'",
+    ),
+    Setting(
         "storage_path",
         "HPKV_KV_STORAGE_PATH",
         "--storage-path",
@@ -269,6 +279,7 @@ class Settings:
     pool_size: int
     pool_path: Path
     policy: str
+    quotas: tuple[Quota, ...]
     storage_path: Path | None
     storage_size: int | None
     lease_seconds: float
@@ -281,7 +292,7 @@ class Settings:
     faults: str
 
 
-_WHEN_OFF: dict[str, object] = {"instance": "", "weights_id": "", "faults": ""}
+_WHEN_OFF: dict[str, object] = {"instance": "", "weights_id": "", "faults": "", "quotas": ()}
 
 
 def nearest(name: str, known: Mapping[str, str]) -> str:
@@ -402,6 +413,8 @@ def from_environment(environ: Mapping[str, str]) -> Settings:
 def _plain(name: str, value: object) -> object:
     if name == "socket_mode" and isinstance(value, int):
         return f"{value:04o}"
+    if name == "quotas" and isinstance(value, tuple):
+        return ", ".join(map(str, value))
     return str(value) if isinstance(value, Path) else value
 
 

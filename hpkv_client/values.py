@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -26,6 +27,7 @@ MAX_SECONDS = 86_400.0
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z%]*)")
 _EXPONENTS = {"k": 10, "m": 20, "g": 30, "t": 40}
 _SIZE_HINT = "write 8g or 8GiB (2^30 bytes each), 25% of RAM, or plain bytes"
+_QUOTA_HINT = "write MODEL=RESERVED:MAXIMUM, as in llama=20%:50%, *=:4g"
 _INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -84,6 +86,75 @@ def parse_size(value: object) -> int:
     if size > MAX_SIZE:
         raise ConfigError(f"more than {MAX_SIZE} bytes, which no machine has", _SIZE_HINT)
     return size
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Bytes, or a part of the pool in percent. Prints as it is written."""
+
+    amount: Fraction
+    percent: bool
+
+    def __str__(self) -> str:
+        return f"{float(self.amount):g}%" if self.percent else str(int(self.amount))
+
+    def of(self, pool_bytes: int) -> int:
+        """In bytes."""
+        return math.floor(self.amount * pool_bytes / 100) if self.percent else int(self.amount)
+
+
+NOTHING = Share(Fraction(0), percent=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What of the pool a model's blocks keep for sure, and how much they may fill (None: all of it)."""
+
+    pattern: str
+    reserved: Share
+    maximum: Share | None
+
+    def __str__(self) -> str:
+        reserved = str(self.reserved) if self.reserved.amount else ""
+        return f"{self.pattern}={reserved}:{'' if self.maximum is None else self.maximum}"
+
+
+def parse_quotas(value: object) -> tuple[Quota, ...]:
+    """Quotas of ``MODEL=RESERVED:MAXIMUM, ...``; either side may be empty, and a name may hold ``*`` and ``?``.
+
+    Shares are sizes as in ``parse_size``, except that ``%`` is of the pool. The first name that fits a model counts.
+    """
+    if not isinstance(value, str):
+        raise ConfigError(f"quotas must be text, not {type(value).__name__}", _QUOTA_HINT)
+    quotas = tuple(_quota(text.strip()) for text in value.split(","))
+    if sum(quota.reserved.amount for quota in quotas if quota.reserved.percent) > 100:
+        raise ConfigError("more than 100% of the pool is reserved", _QUOTA_HINT)
+    return quotas
+
+
+def _quota(text: str) -> Quota:
+    # A model's name may hold anything but a comma; what is behind its last '=' is ours.
+    pattern, equals, shares = text.rpartition("=")
+    reserved, colon, maximum = shares.partition(":")
+    if not (pattern and equals and colon and (reserved or maximum)):
+        raise ConfigError(f"{text!r} is not a quota", _QUOTA_HINT)
+    if reserved and any(letter in pattern for letter in "*?["):
+        raise ConfigError(f"{pattern!r} stands for many models, so nothing can be reserved for it", _QUOTA_HINT)
+    quota = Quota(pattern, _share(reserved) if reserved else NOTHING, _share(maximum) if maximum else None)
+    most = quota.maximum
+    if most is not None and most.percent == quota.reserved.percent and most.amount < quota.reserved.amount:
+        raise ConfigError(f"{text!r} reserves more than it allows", _QUOTA_HINT)
+    return quota
+
+
+def _share(text: str) -> Share:
+    match = _SIZE.fullmatch(text)
+    if match is not None and match[2] == "%":
+        number = Fraction(match[1])
+        if number > 100:
+            raise ConfigError(f"{text} is more than all of the pool", _QUOTA_HINT)
+        return Share(number, percent=True)
+    return Share(Fraction(parse_size(text)), percent=False)
 
 
 def _factor(number: str, unit: str) -> int:

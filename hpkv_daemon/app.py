@@ -88,7 +88,9 @@ def serve(settings: Settings, origins: dict[str, str], progress: Progress) -> No
 
 async def _run(settings: Settings, origins: dict[str, str], pool: Pool, stop: _Stop, goes_first: bool) -> None:
     loop = asyncio.get_running_loop()
-    store = BlockStore(pool.size, POLICIES[settings.policy], first_lease=secrets.randbits(40) << 20)
+    store = BlockStore(
+        pool.size, POLICIES[settings.policy], first_lease=secrets.randbits(40) << 20, quotas=settings.quotas
+    )
     faults = Faults(settings.faults)
     if settings.faults:
         log.warning("fault hooks are on: %s", settings.faults)

@@ -49,6 +49,7 @@ def prepare(settings: Settings) -> list[str]:
         ensure_directory(settings.log_file.parent, "log directory")
         _check_log_file(settings.log_file)
     _check_size(settings.pool_size)
+    _check_quotas(settings)
     ensure_directory(settings.pool_path, "pool directory")
     _check_room(settings)
     if settings.storage_path is not None:
@@ -87,6 +88,15 @@ def _check_size(size: int) -> None:
         raise ConfigError(
             f"a pool of {format_size(size)} is larger than the memory of {format_size(ram)}",
             "set HPKV_KV_MEM_POOL_SIZE to less, for instance 25%",
+        )
+
+
+def _check_quotas(settings: Settings) -> None:
+    reserved = sum(quota.reserved.of(settings.pool_size) for quota in settings.quotas)
+    if reserved > settings.pool_size:
+        raise ConfigError(
+            f"{format_size(reserved)} are reserved of a pool of {format_size(settings.pool_size)}",
+            "set HPKV_QUOTAS to less, or HPKV_KV_MEM_POOL_SIZE to more",
         )
 
 

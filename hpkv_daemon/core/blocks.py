@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hpkv_client.types import KEY_BYTES, BlockKey
+from hpkv_client.values import Quota
 from hpkv_daemon.core.departures import Departures, Reason
 from hpkv_daemon.core.index import NONE, BlockTable, Namespace, State
 from hpkv_daemon.core.policy import Policy
+from hpkv_daemon.core.quotas import Account, Accounts
 from hpkv_daemon.core.slots import SlotPool
 
 _SEARCH_SLOTS = 20_000
@@ -34,6 +36,12 @@ class Usage:
     pinned_blocks: int = 0
 
 
+def _oldest(policies: Iterable[Policy]) -> int | None:
+    """Of the next victims of some policies the one that was used last longest ago."""
+    victims = [(policy.last_use(slot), slot) for policy in policies if (slot := policy.victim()) is not None]
+    return min(victims)[1] if victims else None
+
+
 class Blocks:
     """The blocks of one pool.
 
@@ -41,7 +49,9 @@ class Blocks:
     evictable slots; the usage counters equal a full count.
     """
 
-    def __init__(self, pool_bytes: int, policy: Callable[[], Policy], extent_bytes: int | None) -> None:
+    def __init__(
+        self, pool_bytes: int, policy: Callable[[], Policy], extent_bytes: int | None, quotas: Sequence[Quota]
+    ) -> None:
         self.slots = SlotPool(pool_bytes, extent_bytes)
         self.table = BlockTable()
         self.namespaces: list[Namespace] = []
@@ -50,7 +60,9 @@ class Blocks:
         self.departures = Departures()
         self.tick = 0
         self._make_policy = policy
-        self._policies: list[Policy] = []
+        self.accounts = Accounts(quotas, pool_bytes)
+        self._policies: list[list[tuple[Account, Policy]]] = []
+        """By size class: whose blocks, and in which order they leave."""
         self._exposed = bytearray()
         self._extent_use = array("q", bytes(8 * self.slots.extents))
         """Tick of the last use of a block in each extent; may be too old, never too young."""
@@ -58,14 +70,19 @@ class Blocks:
         self._searched: Counter[int] = Counter()
         """Windows that the last searches of a class tried in vain: the next one goes on behind them."""
 
-    def open_namespace(self, fingerprint: bytes, block_bytes: int) -> int | None:
+    def open_namespace(self, fingerprint: bytes, block_bytes: int, tenant: str) -> int | None:
         """Number of a new namespace, or None if not one of its blocks fits into the pool."""
         size_class = self.slots.open_class(block_bytes)
         if size_class is None:
             return None
         if size_class == len(self._policies):
-            self._policies.append(self._make_policy())
-        self.namespaces.append(Namespace(fingerprint, block_bytes, size_class))
+            self._policies.append([])
+        account = self.accounts.of(tenant)
+        policy = next((policy for owner, policy in self._policies[size_class] if owner is account), None)
+        if policy is None:
+            policy = self._make_policy()
+            self._policies[size_class].append((account, policy))
+        self.namespaces.append(Namespace(fingerprint, block_bytes, size_class, account, policy))
         return len(self.namespaces) - 1
 
     def namespace_of(self, slot: int) -> Namespace:
@@ -119,8 +136,9 @@ class Blocks:
         home = self.namespaces[namespace]
         if parent != NONE:
             self.pin(parent)
-        slot = self._free_slot(home.size_class)
+        slot = self._free_slot(home) if self._keep_below_maximum(home) else NONE
         if slot != NONE:
+            home.account.held += home.block_bytes
             self.table.ensure(self.slots.capacity)
             if len(self._exposed) < len(self.table.state):
                 self._exposed.extend(bytes(len(self.table.state) - len(self._exposed)))
@@ -199,11 +217,13 @@ class Blocks:
             self._refresh(parent, last_use)
 
     def _free(self, slot: int) -> None:
+        home = self.namespace_of(slot)
+        home.account.held -= home.block_bytes
         self.table.state[slot] = State.FREE
         self.slots.release(slot)
 
     def _policy(self, slot: int) -> Policy:
-        return self._policies[self.slots.class_of(slot)]
+        return self.namespace_of(slot).policy
 
     def _refresh(self, slot: int, last_use: int = 0) -> None:
         table = self.table
@@ -218,11 +238,23 @@ class Blocks:
 
     # -- room ---------------------------------------------------------------------------------------------
 
-    def _free_slot(self, size_class: int) -> int:
+    def _keep_below_maximum(self, home: Namespace) -> bool:
+        """Whether the account may hold one block more, at the cost of its own oldest ones if needed."""
+        account = home.account
+        while account.exceeds(home.block_bytes):
+            mine = [policy for policies in self._policies for owner, policy in policies if owner is account]
+            victim = _oldest(mine)
+            if victim is None:
+                return False
+            self.evict(victim)
+        return True
+
+    def _free_slot(self, home: Namespace) -> int:
+        size_class = home.size_class
         slot = self.slots.allocate(size_class)
         if slot is None:
-            victim = self._policies[size_class].victim()
-            if not self._grow(size_class, victim):
+            victim = self._victim(home)
+            if not self._grow(home, victim):
                 if victim is None:
                     return NONE
                 self.evict(victim)
@@ -230,12 +262,23 @@ class Blocks:
             slot = self.slots.allocate(size_class)
         return NONE if slot is None else slot
 
-    def _grow(self, size_class: int, victim: int | None) -> bool:
+    def _victim(self, home: Namespace) -> int | None:
+        """The oldest block of the same size class that may leave for one of ``home``."""
+        account, size = home.account, home.block_bytes
+        policies = self._policies[home.size_class]
+        others = [policy for owner, policy in policies if owner is not account and owner.spares(size)]
+        if account.needs(size) and (found := _oldest(others)) is not None:
+            # Below its reserve an account grows; its own blocks are not the price.
+            return found
+        return _oldest([*others, *(policy for owner, policy in policies if owner is account)])
+
+    def _grow(self, home: Namespace, victim: int | None) -> bool:
         """Get a span from other classes, unless the last search was in vain and ``victim`` can still go."""
+        size_class = home.size_class
         if len(self._policies) == 1 or (victim is not None and self._search_pause[size_class] > 0):
             return False
-        own = None if victim is None else self._policies[size_class].last_use(victim)
-        if self._take_span(size_class, own):
+        own = None if victim is None else self._policy(victim).last_use(victim)
+        if self._take_span(home, own):
             return True
         span = self.slots.classes[size_class].slots_per_span
         self._search_pause[size_class] = max(_SEARCH_PAUSE, span, self.slots.extents)
@@ -245,13 +288,15 @@ class Blocks:
         holders = sum(1 for number in range(len(self._policies)) if self.slots.extents_of(number))
         return self.slots.extents // (holders + (not self.slots.extents_of(taker)))
 
-    def _take_span(self, taker: int, own: int | None) -> bool:
-        """Empty the coldest movable window of extents, so that ``taker`` can claim it.
+    def _take_span(self, home: Namespace, own: int | None) -> bool:
+        """Empty the coldest movable window of extents, so that the size class of ``home`` can claim it.
 
         Fair: a class below its share takes from any class above its own; otherwise a span moves only when all
         of it was used before ``own``, the last use of the taker's next victim, so that the whole pool behaves
-        like one LRU. One span is everybody's share.
+        like one LRU. One span is everybody's share. An account below its reserve takes from whom it can; one at its
+        own loses nothing to others.
         """
+        taker, needy = home.size_class, home.account.needs(home.block_bytes)
         wanted = self.slots.classes[taker].span_extents
         share = self._fair_share(taker)
         entitled = self.slots.extents_of(taker) + wanted <= max(share, wanted)
@@ -259,14 +304,14 @@ class Blocks:
         for first in range(self.slots.extents - wanted + 1):
             spans = self.slots.spans_over(first, wanted)
             age = max((self._span_use(span) for span in spans), default=0)
-            fair = entitled and all(self.slots.extents_of(number) > share for number, _ in spans)
+            fair = needy or (entitled and all(self.slots.extents_of(number) > share for number, _ in spans))
             if all(number != taker for number, _ in spans) and (fair or (own is not None and age < own)):
                 windows.append((age, first, fair))
         windows.sort()
         budget, skip = _SEARCH_SLOTS, self._searched[taker] % max(1, len(windows))
         for _, first, fair in windows[skip:] + windows[:skip]:
             doomed: list[int] = []
-            if self._doom(self.slots.spans_over(first, wanted), None if fair else own, doomed):
+            if self._doom(self.slots.spans_over(first, wanted), home, None if fair else own, doomed):
                 for slot in doomed:
                     self.evict(slot)
                 self.counters["moved_spans"] += 1
@@ -286,12 +331,13 @@ class Blocks:
         state = self.table.state
         return [slot for slot in self.slots.slots_of(span) if slot < len(state) and state[slot] != State.FREE]
 
-    def _doom(self, spans: list[tuple[int, int]], before: int | None, doomed: list[int]) -> bool:
-        """List what must be evicted to empty the spans, children first.
+    def _doom(self, spans: list[tuple[int, int]], home: Namespace, before: int | None, doomed: list[int]) -> bool:
+        """List what must be evicted to empty the spans for ``home``, children first.
 
-        False, and the spans stay, if a block of it is in use, was used since ``before`` if that is given, or if
-        there is too much of it, as below a head that many prefixes share.
+        False, and the spans stay, if a block of it is in use, was used since ``before`` if that is given, or is
+        another account's reserve, or if there is too much of it, as below a head that many prefixes share.
         """
+        losses: Counter[str] = Counter()
         seen: set[int] = set()
         limit = max(_MAX_DOOMED, 2 * sum(len(self.slots.slots_of(span)) for span in spans))
         for span in spans:
@@ -302,7 +348,10 @@ class Blocks:
                 for slot in below:
                     in_use = self.table.state[slot] != State.RESIDENT or self.table.pins[slot]
                     young = before is not None and self._policy(slot).last_use(slot) >= before
-                    if in_use or young or len(doomed) + len(below) > limit:
+                    loser = self.namespace_of(slot)
+                    losses[loser.account.name] += loser.block_bytes
+                    kept = loser.account is not home.account and not loser.account.spares(losses[loser.account.name])
+                    if in_use or young or kept or len(doomed) + len(below) > limit:
                         doomed.extend(below)
                         return False
                     below.extend(child for child in self.table.children_of(slot) if child not in seen)
@@ -316,10 +365,15 @@ class Blocks:
         """Raise ``AssertionError`` naming the first broken invariant. Cost: one pass over all slots."""
         count = Usage()
         found: Counter[int] = Counter()
+        held: Counter[str] = Counter()
         for number in range(len(self._policies)):
             for span in self.slots.spans_of(number):
                 for slot in self._used(span):
                     self._check_slot(slot, count, found)
+                    held[self.namespace_of(slot).account.name] += self.namespace_of(slot).block_bytes
+        for account in self.accounts:
+            assert account.held == held[account.name], f"account {account.name!r} holds {held[account.name]} bytes"
+            assert not account.exceeds(0), f"account {account.name!r} holds more than it may"
         assert count == self.usage, f"counted {count}, kept {self.usage}"
         for number, namespace in enumerate(self.namespaces):
             assert len(namespace.slots) == found[number], f"namespace {number} lists slots not in use"

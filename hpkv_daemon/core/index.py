@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from enum import IntEnum
 
 from hpkv_client.types import KEY_BYTES, BlockKey, Keys
+from hpkv_daemon.core.policy import Policy
+from hpkv_daemon.core.quotas import Account
 
 NONE = -1
 
@@ -33,9 +35,12 @@ class State(IntEnum):
 class Namespace:
     """The blocks of one model and KV format."""
 
-    __slots__ = ("block_bytes", "fingerprint", "size_class", "slots", "used")
+    __slots__ = ("account", "block_bytes", "fingerprint", "policy", "size_class", "slots", "used")
 
-    def __init__(self, fingerprint: bytes, block_bytes: int, size_class: int) -> None:
+    def __init__(self, fingerprint: bytes, block_bytes: int, size_class: int, account: Account, policy: Policy) -> None:
+        self.account = account
+        self.policy = policy
+        """Orders its blocks, and those of the same size of the same account."""
         self.fingerprint = fingerprint
         self.block_bytes = block_bytes
         self.size_class = size_class

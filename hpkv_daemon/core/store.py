@@ -8,6 +8,7 @@ from itertools import count
 
 from hpkv_client.errors import LeaseLost, UsageError
 from hpkv_client.types import BlockKey, Keys
+from hpkv_client.values import Quota
 from hpkv_daemon.core.blocks import Blocks
 from hpkv_daemon.core.departures import Reason
 from hpkv_daemon.core.index import NONE, State, longest_prefix
@@ -53,8 +54,9 @@ class BlockStore:
         policy: Callable[[], Policy],
         extent_bytes: int | None = None,
         first_lease: int = 1,
+        quotas: Sequence[Quota] = (),
     ) -> None:
-        self.blocks = Blocks(pool_bytes, policy, extent_bytes)
+        self.blocks = Blocks(pool_bytes, policy, extent_bytes, quotas)
         self.leases = LeaseTable(first_lease)
         self._by_fingerprint: dict[bytes, int] = {}
         self._reservations: dict[int, Reservation] = {}
@@ -62,8 +64,8 @@ class BlockStore:
 
     # -- namespaces ---------------------------------------------------------------------------------------
 
-    def open_namespace(self, fingerprint: bytes, block_bytes: int) -> int:
-        """Number of the namespace, opened at first sight.
+    def open_namespace(self, fingerprint: bytes, block_bytes: int, tenant: str = "") -> int:
+        """Number of the namespace, opened at first sight. ``tenant``: whose quota it counts against.
 
         Raises ``UsageError`` when not one block fits into the pool or when the fingerprint is known with
         another block size.
@@ -72,7 +74,7 @@ class BlockStore:
             raise UsageError(f"a block of {block_bytes} bytes holds nothing")
         number = self._by_fingerprint.get(fingerprint)
         if number is None:
-            number = self.blocks.open_namespace(fingerprint, block_bytes)
+            number = self.blocks.open_namespace(fingerprint, block_bytes, tenant)
             if number is None:
                 slots = self.blocks.slots
                 raise UsageError(

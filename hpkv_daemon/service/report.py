@@ -50,6 +50,15 @@ def describe(
         "socket": identity.socket,
         "pool": _pool(identity, store),
         "namespaces": _namespaces(store, engines := list(engines), explanations),
+        "quotas": [
+            {
+                "model": account.name or "(all others)",
+                "held_bytes": account.held,
+                "reserved_bytes": account.reserved,
+                "maximum_bytes": account.maximum,
+            }
+            for account in store.blocks.accounts
+        ],
         "engines": [_engine(engine, _counted(engine, sessions)) for engine in engines],
         "sessions": [
             {

@@ -306,7 +306,7 @@ class Service:
         try:
             fingerprint = engine.prove()
             assert engine.layout is not None
-            engine.namespace = self._store.open_namespace(fingerprint, engine.layout.block_bytes)
+            engine.namespace = self._store.open_namespace(fingerprint, engine.layout.block_bytes, engine.model)
             self._explanations.opened(engine.namespace, engine)
             for rank in engine.ranks.values():
                 if rank.attachment:

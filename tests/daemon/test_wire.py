@@ -171,6 +171,7 @@ REPLIES = {
         "socket",
         "pool",
         "namespaces",
+        "quotas",
         "engines",
         "sessions",
         "leases",

@@ -22,7 +22,7 @@ from hpkv_client.settings import (
     read_file,
     report,
 )
-from hpkv_client.values import parse_mode, parse_path, parse_socket, ram_bytes
+from hpkv_client.values import parse_mode, parse_path, parse_quotas, parse_socket, ram_bytes
 
 GIB = 1 << 30
 
@@ -299,3 +299,40 @@ def test_reading_settings_imports_nothing_but_the_standard_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("llama=20%:50%", ["llama=20%:50%"]),
+        ("llama=1g:", ["llama=1073741824:"]),
+        ("*=:4m, a=b=1%:", ["*=:4194304", "a=b=1%:"]),
+    ],
+)
+def test_quotas_are_read_as_they_are_written(text: str, shown: list[str]) -> None:
+    assert [str(quota) for quota in parse_quotas(text)] == shown
+    assert parse_quotas(", ".join(shown)) == parse_quotas(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "llama",
+        "llama=",
+        "llama=20%",
+        "=20%:",
+        "llama=:",
+        "llama=x:",
+        "llama=101%:",
+        "llama=50%:20%",
+        "llama=2g:1g",
+        "llama*=1%:",
+        "a=60%:, b=60%:",
+        "a=1%:,",
+        "a=8GB:",
+    ],
+)
+def test_malformed_quotas_are_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_quotas(text)
+    assert caught.value.hint

@@ -1,0 +1,129 @@
+"""Quotas: nobody takes a reserve away, nobody holds more than its maximum, whatever the others do."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpkv_client.types import Keys, typed_digest
+from hpkv_client.values import NOTHING, Quota, Share
+from hpkv_daemon.core.policy import POLICIES
+from hpkv_daemon.core.quotas import Account
+from hpkv_daemon.core.slots import ALIGNMENT
+from hpkv_daemon.core.store import BlockStore
+
+EXTENT = 8 * ALIGNMENT
+TENANTS = ("a", "b", "c")
+
+
+def percent(amount: int) -> Share:
+    return Share(Fraction(amount), percent=True)
+
+
+def opened(policy: str, extents: int, quotas: list[Quota], pages: tuple[int, ...]) -> tuple[BlockStore, list[Account]]:
+    """A store with a namespace for each tenant, and the tenants' accounts."""
+    store = BlockStore(extents * EXTENT, POLICIES[policy], EXTENT, quotas=quotas)
+    for number, tenant in enumerate(TENANTS):
+        assert store.open_namespace(tenant.encode() * 32, pages[number] * ALIGNMENT, tenant) == number
+    return store, [store.blocks.accounts.of(tenant) for tenant in TENANTS]
+
+
+def put(store: BlockStore, tenant: int, chain: int, length: int) -> int:
+    """Store a chain; how many of its blocks found room or were there."""
+    keys = [typed_digest(tenant, chain, depth) for depth in range(length)]
+    reservation = store.reserve(tenant, None, keys, "owner")
+    store.commit(reservation)
+    return store.match(tenant, Keys.of(keys))
+
+
+quota_lists = st.lists(st.tuples(st.integers(0, 33), st.none() | st.integers(34, 100)), min_size=3, max_size=3).map(
+    lambda shares: [
+        Quota(tenant, percent(reserved), None if maximum is None else percent(maximum))
+        for tenant, (reserved, maximum) in zip(TENANTS, shares, strict=True)
+    ]
+)
+stores = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12), st.integers(1, 6)), max_size=60)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@given(
+    extents=st.integers(4, 9),
+    quotas=quota_lists,
+    pages=st.tuples(*(st.integers(1, 3) for _ in TENANTS)),
+    steps=stores,
+)
+def test_reserves_stay_and_maxima_hold(
+    policy: str, extents: int, quotas: list[Quota], pages: tuple[int, ...], steps: list[tuple[int, int, int]]
+) -> None:
+    store, accounts = opened(policy, extents, quotas, pages)
+    for tenant, chain, length in steps:
+        before = [account.held for account in accounts]
+        put(store, tenant, chain, length)
+        for number, account in enumerate(accounts):
+            if number != tenant:
+                assert account.held >= min(before[number], account.reserved)
+            assert account.maximum is None or account.held <= account.maximum
+        store.check()
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@given(extents=st.integers(4, 9), reserved=st.integers(1, 100), steps=stores)
+def test_a_tenant_below_its_reserve_gets_room(
+    policy: str, extents: int, reserved: int, steps: list[tuple[int, int, int]]
+) -> None:
+    store, accounts = opened(policy, extents, [Quota("a", percent(reserved), None)], (1, 1, 1))
+    for tenant, chain, length in steps:
+        put(store, tenant, chain, length)
+    account, number = accounts[0], 100
+    while account.held + ALIGNMENT <= account.reserved:
+        held = account.held
+        assert put(store, 0, number, 1) == 1
+        assert account.held == held + ALIGNMENT
+        number += 1
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_flood_cannot_evict_the_reserved_share_of_another(policy: str) -> None:
+    quotas = [Quota("a", percent(25), None)]
+    store, _ = opened(policy, 8, quotas, (1, 1, 2))
+    for chain in range(16):
+        assert put(store, 0, chain, 1) == 1
+    for chain in range(500):
+        put(store, 1, chain, 3)
+        put(store, 2, chain, 2)
+    assert sum(put_is_there(store, 0, chain) for chain in range(16)) == 16
+    free, _ = opened(policy, 8, [], (1, 1, 2))
+    for chain in range(16):
+        assert put(free, 0, chain, 1) == 1
+    for chain in range(500):
+        put(free, 1, chain, 3)
+        put(free, 2, chain, 2)
+    assert sum(put_is_there(free, 0, chain) for chain in range(16)) == 0
+
+
+def put_is_there(store: BlockStore, tenant: int, chain: int) -> bool:
+    return store.contains(tenant, typed_digest(tenant, chain, 0))
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_tenant_at_its_maximum_replaces_its_own_blocks(policy: str) -> None:
+    store, accounts = opened(policy, 8, [Quota("a", NOTHING, percent(25))], (1, 1, 1))
+    for chain in range(40):
+        assert put(store, 0, chain, 1) == 1
+    assert accounts[0].held == 16 * ALIGNMENT
+    assert [put_is_there(store, 0, chain) for chain in range(24, 40)] == [True] * 16
+    for chain in range(48):
+        assert put(store, 1, chain, 1) == 1
+    assert accounts[0].held == 16 * ALIGNMENT
+
+
+def test_models_without_a_quota_share_one_account_and_a_pattern_gives_each_its_own() -> None:
+    store = BlockStore(8 * EXTENT, POLICIES["lru"], EXTENT, quotas=[Quota("llama*", NOTHING, percent(50))])
+    of = store.blocks.accounts.of
+    assert of("qwen") is of("mistral")
+    assert of("llama-8b") is not of("llama-70b")
+    assert of("llama-8b") is of("llama-8b")
+    assert of("llama-8b").maximum == 4 * EXTENT

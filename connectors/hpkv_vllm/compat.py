@@ -272,6 +272,11 @@ def kv_tensors(kv_caches: Mapping[str, Any], memory: KvMemory) -> tuple[list[KvT
     return tensors, regions
 
 
+def nothing_is_held(block_pool: Any) -> bool:
+    """Whether no request and no store uses a block of the engine. Block 0 stands for no block and is never free."""
+    return int(block_pool.get_num_free_blocks()) == int(block_pool.num_gpu_blocks) - 1
+
+
 def touch(block_pool: Any, block_ids: list[int]) -> None:
     """Pin blocks of the engine: they are not given out again before ``untouch``."""
     block_pool.touch([block_pool.blocks[block] for block in block_ids])

@@ -82,7 +82,7 @@ class HpkvConnectorV1(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Send this step's loads."""
         if self._worker:
-            self._worker.start_loads(self._step().loads)
+            self._worker.start_loads(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request runs only after its load."""
@@ -93,7 +93,7 @@ class HpkvConnectorV1(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """The step's blocks are full: send the stores."""
         if self._worker:
-            self._worker.start_stores(self._step().stores)
+            self._worker.start_stores(self._step())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
         """vLLM before 0.30. Failed loads are reported as done and by ``get_block_ids_with_load_errors``."""
@@ -114,11 +114,11 @@ class HpkvConnectorV1(KVConnectorBase_V1, SupportsHMA):
         return self._worker.results()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Stores that this rank is through with, and whether a step that is timed has ended."""
+        """What this rank has to tell the scheduler after the step."""
         if not self._worker:
             return None
         metadata = self._connector_metadata
-        return self._worker.metadata(metadata.timed if isinstance(metadata, StepMetadata) else 0)
+        return self._worker.metadata(metadata if isinstance(metadata, StepMetadata) else StepMetadata())
 
     def _step(self) -> StepMetadata:
         metadata = self._get_connector_metadata()

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.logger import init_logger
 
@@ -29,6 +30,9 @@ RESET_SECONDS = 2.0
 MAX_KEYS = 1 << 15
 MAX_ASKER = 128
 
+_ANSWER: dict[str, Any] = {"hit": 0, "found": b"", "lease": 0}
+"""What of an answer counts, and what stands for it where it is missing: nothing was found."""
+
 
 @dataclass(slots=True)
 class Lookup:
@@ -39,6 +43,8 @@ class Lookup:
     """Request id on the wire -> index of the part."""
     found: dict[int, Found] = field(default_factory=dict)
     leases: dict[int, int] = field(default_factory=dict)
+    asked_keys: dict[int, int] = field(default_factory=dict)
+    """How many keys each part was asked for."""
     given_up: bool = False
     """Nobody waits for it any more; leases that still come are given back at once."""
 
@@ -108,6 +114,7 @@ class Directory:
                 self._suspect()
                 return None
             lookup.waiting[request] = index
+            lookup.asked_keys[index] = len(keys[index][:MAX_KEYS])
             self._lookups[request] = lookup
         return lookup
 
@@ -161,12 +168,18 @@ class Directory:
             self._suspect()
             lookup.found[index] = Found(part.block_tokens, part.window_tokens)
             return
-        body = reply.body
-        lookup.found[index] = Found(part.block_tokens, part.window_tokens, body.get("hit", 0), body.get("found", b""))
-        if body["lease"] and lookup.given_up:
-            self.release({index: body["lease"]})
-        elif body["lease"]:
-            lookup.leases[index] = body["lease"]
+        hit, found, lease = (reply.body.get(name, default) for name, default in _ANSWER.items())
+        asked = lookup.asked_keys[index]
+        sane = type(hit) is int and 0 <= hit <= asked and type(lease) is int
+        if not (sane and isinstance(found, bytes) and len(found) <= asked):
+            log.warning("HPKV: %s answers look-ups with nonsense", self._channel_of[index].address)
+            self._suspect()
+            hit, found, lease = _ANSWER.values()
+        lookup.found[index] = Found(part.block_tokens, part.window_tokens, hit, found)
+        if lease and lookup.given_up:
+            self.release({index: lease})
+        elif lease:
+            lookup.leases[index] = lease
 
     def new_step(self, idle: bool) -> None:
         """The next scheduling step has its own budget for waiting. ``idle``: this one computes nothing."""

@@ -71,24 +71,30 @@ class Store:
 class StepMetadata(KVConnectorMetadata):
     """Scheduler to worker. ``idle``: nothing is computed, the worker may wait a moment for the daemon.
 
-    ``timed`` is the number of a step whose end the ranks report, 0 for one that nobody times.
+    ``number`` counts steps from 1; of a ``timed`` one the ranks report the end. ``weights``: as many changes of the
+    weights as the scheduler knows of; ranks that know of more touch none of these blocks.
     """
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     idle: bool = False
-    timed: int = 0
+    number: int = 0
+    timed: bool = False
+    weights: int = 0
 
 
 @dataclass(slots=True)
 class WorkerMetadata(KVConnectorWorkerMetadata):
     """Worker to scheduler: how many ranks no longer need the source blocks of each store job.
 
-    ``timed``: the last step with a number that has ended.
+    ``timed``: number of a timed step that has ended. ``weights``: changes of the weights, if the scheduler knows of
+    fewer, and ``noticed`` the number of the step before which they happened.
     """
 
     stored: dict[int, int]
     timed: int = 0
+    weights: int = 0
+    noticed: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """Sum over the ranks of one step."""
@@ -96,4 +102,9 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         total = dict(self.stored)
         for job, count in other.stored.items():
             total[job] = total.get(job, 0) + count
-        return WorkerMetadata(total, max(self.timed, other.timed))
+        return WorkerMetadata(
+            total,
+            max(self.timed, other.timed),
+            max(self.weights, other.weights),
+            max(self.noticed, other.noticed),
+        )

@@ -21,6 +21,7 @@ from hpkv_vllm.identity import Adapters, fingerprint, machine_id, namespace_fiel
 from hpkv_vllm.lookup import MAX_KEYS, Directory, Lookup
 from hpkv_vllm.metadata import Load, Part, Piece, RankParts, StepMetadata, Store, WorkerMetadata
 from hpkv_vllm.pace import LEAST_TOKENS, Pace
+from hpkv_vllm.reloads import Epoch
 
 log = init_logger("vllm.hpkv.scheduler")
 
@@ -83,6 +84,7 @@ class SchedulerConnector:
         self._adapters = Adapters()
         self._counters: Counter[str] = Counter()
         self._directory = Directory(settings, (), self._counters)
+        self._epoch = Epoch()
         self._pace = Pace() if settings.load_when == "faster" else None
         self._steps = itertools.count(1)
         self._timed: dict[int, tuple[int, float]] = {}
@@ -131,7 +133,7 @@ class SchedulerConnector:
         state = self._requests.get(request.request_id)
         if state is None:
             parts = len(self._directory.parts)
-            adapter = self._adapters.digest(request)
+            adapter = self._adapters.digest(request) if self._epoch.settled else None
             state = _Request(request, [[] for _ in range(parts)], [0] * parts, adapter)
             self._requests[request.request_id] = state
         return state
@@ -147,7 +149,11 @@ class SchedulerConnector:
     def _maker(self, group: int, adapter: bytes) -> KeyMaker:
         maker = self._makers.get((group, adapter))
         if maker is None:
-            namespace = typed_digest("adapter", self._namespace, adapter) if adapter else self._namespace
+            namespace = self._namespace
+            if self._epoch.salt:
+                namespace = typed_digest("changed weights", namespace, self._epoch.salt)
+            if adapter:
+                namespace = typed_digest("adapter", namespace, adapter)
             maker = self._makers[group, adapter] = KeyMaker(namespace, group)
         return maker
 
@@ -236,7 +242,11 @@ class SchedulerConnector:
         """Loads and stores of this step, for every rank."""
         idle = output.total_num_scheduled_tokens == 0
         self._directory.new_step(idle)
-        metadata = StepMetadata(self._new_loads, idle=idle, timed=self._number(output.total_num_scheduled_tokens))
+        number = next(self._steps)
+        timed = self._is_timed(number, output.total_num_scheduled_tokens)
+        metadata = StepMetadata(self._new_loads, [], idle, number, timed, self._epoch.changes)
+        if not idle:
+            self._epoch.computes(number)
         self._new_loads = []
         for request_id in output.preempted_req_ids or ():
             self._forget(request_id)
@@ -252,15 +262,14 @@ class SchedulerConnector:
                 self._plan_snapshots(state, found, metadata)
         return metadata
 
-    def _number(self, tokens: int) -> int:
-        """A number for a step that is worth timing, else 0."""
-        if self._pace is None or tokens < LEAST_TOKENS:
-            return 0
-        number = next(self._steps)
+    def _is_timed(self, number: int, tokens: int) -> bool:
+        """Whether the step is worth timing."""
         # A step whose end no rank reported is not waited for.
         self._timed.pop(number - _TIMED_STEPS, None)
+        if self._pace is None or tokens < LEAST_TOKENS:
+            return False
         self._timed[number] = tokens, time.monotonic()
-        return number
+        return True
 
     def _forget(self, request_id: str) -> None:
         """After a preemption the request is looked up again, with the tokens it has by then."""
@@ -365,9 +374,24 @@ class SchedulerConnector:
         metadata = output.kv_connector_worker_meta
         if isinstance(metadata, WorkerMetadata):
             self._time(metadata.timed, now)
+            if self._epoch.told(metadata.weights, metadata.noticed):
+                self._weights_changed()
             for job, count in metadata.stored.items():
                 self._count(job, count)
         self._last_output = now
+
+    def _weights_changed(self) -> None:
+        """Requests that began before keep KV of both weights; those that come are cached under a salt of their own."""
+        self._makers.clear()
+        for state in self._requests.values():
+            self._directory.drop(state.lookup)
+            state.lookup, state.tokens, state.adapter = None, None, None
+        log.warning(
+            "HPKV: the weights have been changed; %s",
+            "what they compute is this engine's own"
+            if self._epoch.settled
+            else "nothing is cached until the engine's prefix cache and the connector's have been reset",
+        )
 
     def _time(self, step: int, now: float) -> None:
         """A timed step has ended. It began when it was planned, or when the step before it ended."""
@@ -397,10 +421,16 @@ class SchedulerConnector:
 
     def reset(self) -> bool:
         """Forget this engine's blocks in the daemon; False if that could not be confirmed."""
+        if self._pool is not None and compat.nothing_is_held(self._pool):
+            self._epoch.emptied()
+        forgotten = self._epoch.forget()
+        self._makers.clear()
         for state in self._requests.values():
+            self._directory.drop(state.lookup)
             state.lookup, state.tokens = None, None
+            state.keys = [[] for _ in state.keys]
             state.offered = [0] * len(state.offered)
-        return self._directory.reset()
+        return forgotten or self._directory.reset()
 
     def shutdown(self) -> None:
         """Leave the daemon politely."""

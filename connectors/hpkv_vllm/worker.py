@@ -7,7 +7,7 @@ import select
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,9 @@ from hpkv_client.session import SessionKeeper
 from hpkv_client.settings import Settings
 from hpkv_client.transport import Channel
 from hpkv_client.wire import Reply, pack_blocks
-from hpkv_vllm import compat
+from hpkv_vllm import compat, reloads
 from hpkv_vllm.identity import machine_id
-from hpkv_vllm.metadata import Load, RankParts, Store, WorkerMetadata
+from hpkv_vllm.metadata import RankParts, StepMetadata, WorkerMetadata
 from hpkv_vllm.shards import PartShard, shards_of
 
 log = init_logger("vllm.hpkv.worker")
@@ -46,6 +46,8 @@ class _Pending:
     part: str
     request_id: str
     deadline: float
+    weights: int
+    """Changes of the weights before it was sent."""
     withdrawn: float = 0.0
     """When it was withdrawn; 0 while it is in order."""
 
@@ -63,6 +65,8 @@ class WorkerConnector:
         self._control = ControlPage(self._control_memory.mapping)
         self._keepers: dict[str, SessionKeeper] = {}
         """Part -> its session; every part is an engine of its own to the daemon."""
+        self._weights = 0
+        """Changes of the weights since the engine started."""
         self._counters: Counter[str] = Counter()
         """For operators: told by the session of the first part."""
         self._parts: RankParts | None = None
@@ -109,6 +113,7 @@ class WorkerConnector:
         place = shards[0].registration["place"]
         for one in shards:
             log.info("HPKV: rank %s of %s", place, _described(one))
+        reloads.watch(self._weights_change)
         self._await(place)
 
     def _keeper(self, path: Path, one: PartShard) -> SessionKeeper:
@@ -137,10 +142,11 @@ class WorkerConnector:
 
     # -- every step ---------------------------------------------------------------------------------------
 
-    def start_loads(self, loads: Iterable[Load]) -> None:
+    def start_loads(self, step: StepMetadata) -> None:
         """Ask the daemon to fill blocks; the end of each is reported by ``results``."""
         deadline = time.monotonic() + self._settings.load_deadline_seconds
-        for load in loads:
+        current = step.weights == self._weights
+        for load in step.loads:
             self._loading[load.request_id] = len(load.pieces)
             for piece in load.pieces:
                 body = {
@@ -149,19 +155,20 @@ class WorkerConnector:
                     "first": piece.first,
                     "blocks": pack_blocks(piece.blocks),
                 }
-                pending = _Pending(piece.job, piece.part, load.request_id, deadline)
-                if not self._send("load", body, pending):
-                    self._conclude(pending, ok=self._elsewhere(piece.part))
+                pending = _Pending(piece.job, piece.part, load.request_id, deadline, self._weights)
+                if not current or not self._send("load", body, pending):
+                    self._conclude(pending, ok=current and self._elsewhere(piece.part))
 
-    def start_stores(self, stores: Iterable[Store]) -> None:
+    def start_stores(self, step: StepMetadata) -> None:
         """Ask the daemon to read blocks that this step filled."""
         deadline = time.monotonic() + self._settings.load_deadline_seconds
-        for store in stores:
+        current = step.weights == self._weights
+        for store in step.stores:
             body: dict[str, Any] = {"job": store.job, "keys": store.keys, "blocks": pack_blocks(store.blocks)}
             if store.chained:
                 body["parent"] = store.parent
-            pending = _Pending(store.job, store.part, "", deadline)
-            if not self._send("store" if store.chained else "put", body, pending):
+            pending = _Pending(store.job, store.part, "", deadline, self._weights)
+            if not current or not self._send("store" if store.chained else "put", body, pending):
                 self._conclude(pending, ok=False)
 
     def _send(self, verb: str, body: dict[str, Any], pending: _Pending) -> bool:
@@ -209,7 +216,8 @@ class WorkerConnector:
         if not pending.request_id:
             self._stored[pending.job] = 1
             return
-        if not ok:
+        if not ok or pending.weights != self._weights:
+            # Also what came whole: it was computed with weights that the engine has no more.
             self._failed_pieces.add(pending.request_id)
         self._loading[pending.request_id] -= 1
         if self._loading[pending.request_id]:
@@ -261,12 +269,17 @@ class WorkerConnector:
         self._loaded, self._failed = set(), set()
         return loaded, failed
 
-    def metadata(self, timed: int) -> WorkerMetadata | None:
-        """Store jobs that this rank is through with since the last call, and the number of a step that is timed."""
-        if not self._stored and not timed:
+    def metadata(self, step: StepMetadata) -> WorkerMetadata | None:
+        """Store jobs that this rank is through with since the last call, and what there is to tell of the step."""
+        timed = step.number if step.timed else 0
+        changed = step.number > 0 and step.weights != self._weights
+        if not (self._stored or timed or changed):
             return None
         stored, self._stored = self._stored, {}
-        return WorkerMetadata(stored, timed)
+        return WorkerMetadata(stored, timed, *((self._weights, step.number) if changed else (0, 0)))
+
+    def _weights_change(self) -> None:
+        self._weights += 1
 
     def shutdown(self) -> None:
         """Leave the daemon politely."""

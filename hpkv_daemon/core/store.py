@@ -294,6 +294,10 @@ class BlockStore:
             self.blocks.release_void(slot)
         self.blocks.counters["aborted_blocks"] += len(reservation.reserved)
 
+    def is_open(self, reservation: Reservation) -> bool:
+        """Whether its writer is still at it."""
+        return self._reservations.get(reservation.number) is reservation
+
     def _close(self, reservation: Reservation) -> None:
         if self._reservations.pop(reservation.number, None) is None:
             raise UsageError(f"reservation {reservation.number} is already committed or aborted")

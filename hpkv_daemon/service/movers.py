@@ -110,6 +110,13 @@ class Movers:
             state.cancelled[ticket] = self._clock()
             state.mover.cancel(ticket)
 
+    def check(self, attachments: set[int]) -> None:
+        """Raise ``AssertionError`` unless exactly these attachments are kept, by movers whose processes are ours."""
+        kept = {number for state in self._devices.values() for number in state.attachments}
+        assert kept == self._home.keys() == attachments, f"ranks hold {attachments}, movers {kept}"
+        for name, state in self._devices.items():
+            assert state.attachments or state.jobs or not state.alive, f"mover {name} serves nobody"
+
     def describe(self) -> list[dict[str, object]]:
         """Device, pid and queued jobs of each mover."""
         return [

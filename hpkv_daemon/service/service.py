@@ -446,14 +446,22 @@ class Service:
         return statistics(counters, self._clock() - self._started, self._store, len(self._sessions), len(self._engines))
 
     def _check(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
+        engines = list(self._engines.values())
         try:
             self._store.check()
+            self._sessions.check()
+            self._transfers.check(engines, {session.engine for session in self._sessions})
+            self._movers.check({rank.attachment for engine in engines for rank in engine.ranks.values()} - {0})
         except AssertionError as broken:
             raise HpkvError(f"invariant broken: {broken}", "restart hpkvd and report this") from None
         return {
             "ok": True,
             "blocks": self._store.blocks.usage.resident_blocks,
             "leases": len(self._store.leases),
+            "sessions": len(self._sessions),
+            "engines": len(engines),
+            "loads": self._transfers.loads_under_way,
+            "stores": sum(len(engine.stores) for engine in engines),
         }
 
     def _explain(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002

@@ -131,6 +131,16 @@ class SessionTable:
             self._reactor.remove_reader(process.pidfd)
             os.close(process.pidfd)
 
+    def check(self) -> None:
+        """Raise ``AssertionError`` naming the first session that nobody watches as it should be."""
+        watched = {token for process in self._processes.values() for token in process.sessions}
+        assert watched == self._sessions.keys(), f"{len(self._sessions)} sessions, of which {len(watched)} are watched"
+        for (uid, pid, _), process in self._processes.items():
+            assert process.sessions, f"process {pid} of uid {uid} is watched for no session"
+            assert process.pidfd < 0 or os.path.exists(f"/proc/self/fd/{process.pidfd}"), (
+                f"process {pid}: lost its pidfd"
+            )
+
     def silent_since(self, moment: float) -> list[Session]:
         """Sessions that only heartbeats keep alive and that have sent nothing since ``moment``.
 

@@ -288,6 +288,24 @@ class Transfers:
                     self.counters["abandoned_jobs"] += 1
                     self._give_up(engine, job)
 
+    def check(self, engines: Sequence[Engine], present: set[str]) -> None:
+        """Raise ``AssertionError`` naming the first job or lease that belongs to nobody.
+
+        ``present``: names of the engines that have a session.
+        """
+        for (name, rank, number), load in self._loads.items():
+            lease = self._store.leases.find(load.lease)
+            assert lease, f"load {number} of {name}/{rank} has no lease"
+            assert lease.transfers, f"load {number} of {name}/{rank} does not hold its lease"
+        for lease in self._store.leases:
+            owned = lease.transfers or lease.owner in present
+            assert owned, f"lease {lease.number} belongs to {lease.owner!r}, who left"
+        for engine in engines:
+            for job in engine.stores.values():
+                assert self._store.is_open(job.reservation), f"store {job.number} holds no reservation"
+                waits = job.copying or job.missing or self._faults.possible
+                assert waits, f"store {job.number} waits for nobody"
+
     @property
     def loads_under_way(self) -> int:
         """Loads that some rank waits for."""

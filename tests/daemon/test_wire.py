@@ -158,7 +158,7 @@ REPLIES = {
     "release": {"released"},
     "cancel": {"running"},
     "reset": {"cleared_blocks"},
-    "check": {"ok", "blocks", "leases"},
+    "check": {"ok", "blocks", "leases", "sessions", "engines", "loads", "stores"},
     "config": {"settings", "origins"},
     "explain": {"lookups", "other_namespaces"},
     "clear": {"cleared_blocks"},

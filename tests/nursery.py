@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 _CLONE_NEWPID = 0x20000000
+_CLONE3 = 435
+"""Its number on every architecture."""
+_REUSE_SECONDS = 5.0
 _LONGEST = 1 << 20
 
 
@@ -37,11 +42,14 @@ class Nursery:
         atexit.register(end)
         return ours
 
-    def fork(self, code: str, environment: dict[str, str], alone: bool, stdin: int, stdout: int) -> int:
-        """Run code in a fork with these standard files; its pid. ``alone``: as process 1 of a PID namespace."""
+    def fork(self, code: str, environment: dict[str, str], alone: bool, stdin: int, stdout: int, pid: int = 0) -> int:
+        """Run code in a fork with these standard files; its pid.
+
+        ``alone``: as process 1 of a PID namespace. ``pid``: under this number, which must be free.
+        """
         if self._ours is None:
             self._ours = self._start()
-        request = json.dumps({"code": code, "environment": environment, "alone": alone})
+        request = json.dumps({"code": code, "environment": environment, "alone": alone, "pid": pid})
         socket.send_fds(self._ours, [request.encode()], [stdin, stdout])
         return int(self._ours.recv(100))
 
@@ -60,7 +68,7 @@ def serve() -> None:
         if not message:
             return
         request = json.loads(message)
-        pid = _fork_alone(orders) if request["alone"] else os.fork()
+        pid = _fork_alone(orders) if request["alone"] else _fork_as(request["pid"]) if request["pid"] else os.fork()
         if pid == 0:
             _become(request["code"], request["environment"], orders, *fds)
         for fd in fds:
@@ -80,6 +88,31 @@ def _fork_alone(orders: socket.socket) -> int:
         orders.send(str(pid).encode())
         os._exit(0)
     return 0
+
+
+class _CloneArguments(ctypes.Structure):
+    """struct clone_args of linux/sched.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("flags", "pidfd", "child_tid", "parent_tid", "exit_signal", "stack")),
+        *((name, ctypes.c_uint64) for name in ("stack_size", "tls", "set_tid", "set_tid_size", "cgroup")),
+    )
+
+
+def _fork_as(pid: int) -> int:
+    """Fork into a process of this number; what os.fork does for threads is not needed by a process that has one."""
+    wanted = ctypes.c_int32(pid)
+    arguments = _CloneArguments(exit_signal=signal.SIGCHLD, set_tid=ctypes.addressof(wanted), set_tid_size=1)
+    # PyDLL: the interpreter's lock stays held, so both processes go on as its owner.
+    system_call = ctypes.PyDLL(None, use_errno=True).syscall
+    system_call.restype = ctypes.c_long
+    deadline = time.monotonic() + _REUSE_SECONDS
+    while (forked := int(system_call(_CLONE3, ctypes.byref(arguments), ctypes.sizeof(arguments)))) < 0:
+        # The number of a process that has just died is taken for a moment longer.
+        if ctypes.get_errno() != errno.EEXIST or time.monotonic() > deadline:
+            raise OSError(ctypes.get_errno(), f"no process under number {pid}")
+        time.sleep(0.001)
+    return forked
 
 
 def _become(code: str, environment: dict[str, str], orders: socket.socket, stdin: int, stdout: int) -> None:

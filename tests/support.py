@@ -149,25 +149,31 @@ class Observed:
         assert "Traceback" not in self.handle.text()
 
 
-class ImpatientDaemon(DaemonHandle):
-    """Gives up sooner: after 1 s on a silent process it cannot see and on a store that a rank never joins, after
-    1.5 s on a mover that does not answer and 0.7 s on one that does not confirm. It replaces movers at once."""
+class PatchedDaemon(DaemonHandle):
+    """Runs ``PATCH`` before it serves. ``PREFIX`` is a command that starts it somewhere else and becomes it."""
 
     PREFIX: tuple[str, ...] = ()
-    _CODE = (
-        "from hpkv_daemon.service import movers, service, transfers\n"
-        "service.SILENCE_SECONDS = transfers.STORE_JOB_SECONDS = 1.0\n"
-        "movers.ANSWER_SECONDS, movers.CONFIRM_SECONDS, movers.RESTART_SECONDS = 1.5, 0.7, 0.2\n"
-        "from hpkv_daemon.cli import run; raise SystemExit(run(['serve']))"
-    )
+    PATCH = ""
 
     def _spawn(self) -> subprocess.Popen[bytes]:
+        code = f"{self.PATCH}\nfrom hpkv_daemon.cli import run; raise SystemExit(run(['serve']))"
         with self.log.open("ab") as log:
             process = subprocess.Popen(
-                [*self.PREFIX, sys.executable, "-c", self._CODE], env=self.env, cwd=ROOT, stdout=log, stderr=log
+                [*self.PREFIX, sys.executable, "-c", code], env=self.env, cwd=ROOT, stdout=log, stderr=log
             )
         wait_until(lambda: listener(self.socket), 20, "it did not start")
         return process
+
+
+class ImpatientDaemon(PatchedDaemon):
+    """Gives up sooner: after 1 s on a silent process it cannot see and on a store that a rank never joins, after
+    1.5 s on a mover that does not answer and 0.7 s on one that does not confirm. It replaces movers at once."""
+
+    PATCH = (
+        "from hpkv_daemon.service import movers, service, transfers\n"
+        "service.SILENCE_SECONDS = transfers.STORE_JOB_SECONDS = 1.0\n"
+        "movers.ANSWER_SECONDS, movers.CONFIRM_SECONDS, movers.RESTART_SECONDS = 1.5, 0.7, 0.2\n"
+    )
 
 
 class BlindDaemon(ImpatientDaemon):
@@ -200,6 +206,7 @@ class Child:
     """A process of its own that runs ``code`` against a daemon; it can be killed. ``close`` it.
 
     ``say`` in the code prints one line at once; ``wait`` reads one. ``alone``: it is process 1 of a namespace.
+    ``pid``: it gets this number, that of a process which is gone; needs root.
     """
 
     _PRELUDE = (
@@ -212,11 +219,11 @@ class Child:
         "def wait(): return sys.stdin.readline().strip()\n"
     )
 
-    def __init__(self, handle: DaemonHandle, code: str, alone: bool = False) -> None:
+    def __init__(self, handle: DaemonHandle, code: str, alone: bool = False, pid: int = 0) -> None:
         stdin, self._stdin = os.pipe()
         self._stdout, stdout = os.pipe()
         self._said = b""
-        self.pid = NURSERY.fork(self._PRELUDE + code, handle.env, alone, stdin, stdout)
+        self.pid = NURSERY.fork(self._PRELUDE + code, handle.env, alone, stdin, stdout, pid)
         os.close(stdin)
         os.close(stdout)
 

@@ -1,0 +1,125 @@
+"""One reply to every request, also when whoever works on it fails in a way that nobody expects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hpkv_client.errors import HpkvError
+from hpkv_client.wire import VERBS, Body, Reply, pack_blocks
+from tests.support import Observed, PatchedDaemon, Rank, hashes, observed_daemon, plain_shard, wait_until
+
+SIZE = 4096
+
+
+class ClumsyDaemon(PatchedDaemon):
+    """Raises before or after the work on a verb, as the file ``clumsy`` beside its socket says."""
+
+    PATCH = """
+import os
+from pathlib import Path
+from hpkv_client.wire import VERBS
+from hpkv_daemon.service.service import Service
+
+file = Path(os.environ["HPKV_SOCKET"]).parent / "clumsy"
+
+def clumsy(name, verb):
+    real = getattr(Service, name)
+    def stumble(where):
+        if file.exists() and file.read_text() == f"{where} {verb}":
+            raise LookupError(f"stumbled {where} {verb}")
+    def method(self, *arguments):
+        stumble("before")
+        result = real(self, *arguments)
+        stumble("after")
+        return result
+    setattr(Service, name, method)
+
+for verb in VERBS:
+    clumsy("_store_verb" if verb == "store" else "_" + verb, verb)
+"""
+
+
+@pytest.fixture(scope="module")
+def clumsy() -> Iterator[Observed]:
+    """The daemon of this module."""
+    with (
+        observed_daemon(ClumsyDaemon) as observed,
+        Rank(observed.socket, plain_shard(SIZE, 1), engine="keeps the mover").register(),
+    ):
+        yield observed
+
+
+def stumble(live: Observed, where: str) -> None:
+    """From now on; empty for nowhere."""
+    (live.socket.parent / "clumsy").write_text(where)
+
+
+def right_body(rank: Rank, verb: str) -> Body:
+    """A request that works."""
+    keys, job = rank.keys(hashes("a")), 1000
+    bodies: dict[str, Body] = {
+        "hello": {"major": 1, "minor": 0, "name": "again"},
+        "register": rank.registration(),
+        "release": {"lease": rank.match(hashes("a"))[1]},
+        "load": {"job": job, "lease": rank.match(hashes("a"))[1], "first": 0, "blocks": pack_blocks([1])},
+        "store": {"job": job, "parent": None, "keys": rank.keys(hashes("b")), "blocks": pack_blocks([1])},
+        "put": {"job": job, "keys": rank.keys(hashes("b")), "blocks": pack_blocks([1])},
+        "get": {"job": job, "keys": keys, "blocks": pack_blocks([1])},
+        "cancel": {"job": job},
+    }
+    if verb in ("match", "acquire", "contains"):
+        return {"keys": keys}
+    return bodies.get(verb, {})
+
+
+def all_replies(live: Observed, rank: Rank, verb: str, body: Body) -> list[Reply]:
+    """Every reply to the request that comes before that to a copy which cannot overtake it."""
+    replies: list[Reply] = []
+
+    def heard(wanted: int) -> bool:
+        replies.extend(rank.channel.replies(0.1))
+        return any(reply.id == wanted for reply in replies)
+
+    request = rank.ask(verb, **body)
+    wait_until(lambda: heard(request), 10.0, "no reply")
+    stumble(live, "")
+    last = rank.ask("put", job=2000, keys=rank.keys(hashes("z")), blocks=pack_blocks([0]))
+    wait_until(lambda: heard(last), 10.0, "no reply")
+    return [reply for reply in replies if reply.id == request]
+
+
+DEFERRED = ("load", "get", "store", "put")
+# After the handler of a verb that is answered later its copy is under way: what that ends with is the reply.
+FAILURES = [
+    (verb, where) for verb in VERBS for where in ("", "before", "after") if where != "after" or verb not in DEFERRED
+]
+
+
+@pytest.mark.parametrize(("verb", "where"), FAILURES)
+def test_a_request_gets_exactly_one_reply_though_its_handler_fails(clumsy: Observed, verb: str, where: str) -> None:
+    clumsy.ask("clear")
+    before = clumsy.stats()
+    with Rank(clumsy.socket, plain_shard(SIZE, 4)).register() as rank:
+        rank.ready()
+        assert rank.store(hashes("a"), [0], job=1) == 1
+        body = right_body(rank, verb)
+        stumble(clumsy, f"{where} {verb}" if where else "")
+        try:
+            (reply,) = all_replies(clumsy, rank, verb, body)
+        finally:
+            stumble(clumsy, "")
+        if where:
+            with pytest.raises(HpkvError, match=f"internal error: LookupError.'stumbled {where} {verb}'"):
+                reply.result()
+        else:
+            reply.result()
+        # It goes on: for this client, after a new hello if need be, and for everybody.
+        rank.channel.session = 0
+        rank.register().ready()
+        assert rank.store(hashes("c"), [0], job=3000) == 1
+        assert rank.match(hashes("c"))[0] == 1
+    assert clumsy.stats()["internal_errors"] - before["internal_errors"] == bool(where)
+    # Sessions that nobody ended stay as long as this process.
+    clumsy.settle(sessions=clumsy.gauges()["sessions"], engines=1)

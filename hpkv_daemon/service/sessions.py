@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -84,7 +85,7 @@ class SessionTable:
 
     def of_process(self, peer: Peer) -> list[Session]:
         """The sessions of the peer's process, longest silent first."""
-        process = self._processes.get((peer.uid, peer.pid, peer.host))
+        process = self._process_of(peer)
         return sorted(process.sessions.values(), key=lambda session: session.seen) if process else []
 
     def open(self, peer: Peer, name: str, engine: str, now: float) -> Session:
@@ -92,13 +93,19 @@ class SessionTable:
 
         Raises ``UsageError`` when it has ended before its hello was read.
         """
-        process = self._processes.get((peer.uid, peer.pid, peer.host))
-        if process is None:
-            process = self._watch(peer)
+        process = self._process_of(peer) or self._watch(peer)
         token = secrets.randbits(62) | 1
         session = Session(token, name, engine, peer.uid, peer.pid, peer.host, process.pidfd >= 0, now, now)
         self._sessions[token] = process.sessions[token] = session
         return session
+
+    def _process_of(self, peer: Peer) -> _Process | None:
+        """What is known of the peer's process, not of an earlier one whose end is noticed only now."""
+        process = self._processes.get((peer.uid, peer.pid, peer.host))
+        if process is not None and process.pidfd >= 0 and _has_ended(process.pidfd):
+            self._ended(process)
+            return None
+        return process
 
     def _watch(self, peer: Peer) -> _Process:
         process = self._processes[peer.uid, peer.pid, peer.host] = _Process(_pidfd(peer.pid))
@@ -147,6 +154,12 @@ class SessionTable:
         A visible process is never judged by its silence: busy is not dead.
         """
         return [session for session in self._sessions.values() if not session.watched and session.seen < moment]
+
+
+def _has_ended(pidfd: int) -> bool:
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def _pidfd(pid: int) -> int:

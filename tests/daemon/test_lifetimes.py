@@ -179,6 +179,35 @@ def test_a_process_that_gets_the_number_of_a_dead_client_is_another_client(live:
             assert live.gauges()["sessions"] == 2
 
 
+@needs_root
+def test_a_number_that_is_reused_before_the_death_was_noticed_takes_nobody_along(live: Observed) -> None:
+    """The daemon is amid a batch of long requests when one process dies and the next one says hello."""
+    with (
+        Child(live.handle, FIRST) as first,
+        Rank(live.socket, plain_shard(SIZE, 2), engine="busy").register() as busy,
+    ):
+        session, _ = first.heard().split()
+        busy.ready()
+        keys = busy.keys(hashes(*range(1 << 16)))
+        requests = [busy.ask("contains", keys=keys) for _ in range(40)]
+        busy.reply(requests[0])
+        live.handle.process.send_signal(signal.SIGSTOP)
+        try:
+            first.close()
+            second = Child(live.handle, SECOND, pid=first.pid)
+            second.tell(session)
+            assert second.heard() == "hello"
+        finally:
+            live.handle.process.send_signal(signal.SIGCONT)
+        with second:
+            assert second.heard() == "not its session"
+            assert not busy.has_reply(requests[-1]), "the death could be noticed before the hello"
+            second.tell()
+            assert [second.heard(), second.heard()] == ["ready", "1 1"]
+            live.settle(sessions=3, engines=3, leases=1, pool_pinned_blocks=1)
+            assert second.pid in [session["pid"] for session in live.ask("info")["sessions"]]
+
+
 # -- forks --------------------------------------------------------------------------------------------------
 
 FORKS = f"""

@@ -136,7 +136,8 @@ class FileLock:
 
     def write(self, record: dict[str, Any]) -> None:
         """Say who holds the lock, for others to read."""
-        whole = {"pid": os.getpid(), "pid_namespace": _pid_namespace(), "started": time.time()} | record
+        started = time.time()  # noqa: TID251  (with the pid it names this process; nobody computes with it)
+        whole = {"pid": os.getpid(), "pid_namespace": _pid_namespace(), "started": started} | record
         # One write over the old text, blanks included: a reader never sees half of each. On hugetlbfs, where
         # files cannot be written, readers have to do with the kernel's table of locks.
         with contextlib.suppress(OSError):

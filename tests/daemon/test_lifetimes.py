@@ -219,9 +219,10 @@ forked = os.fork()
 """
 
 
-def test_the_end_of_a_forked_child_is_not_the_end_of_its_parent(live: Observed) -> None:
+@pytest.mark.parametrize("last", ["", "cache.close();"], ids=["does nothing", "closes what it inherited"])
+def test_the_end_of_a_forked_child_is_not_the_end_of_its_parent(live: Observed, last: str) -> None:
     code = FORKS + (
-        "if forked == 0: os._exit(0)\n"
+        f"if forked == 0: {last} os._exit(0)\n"
         "os.waitpid(forked, 0); say('childless'); wait()\n"
         "say(cache.get(list(some)) == list(some.values()), cache._keeper.link.session); wait()\n"
     )

@@ -148,6 +148,7 @@ class Service:
             else:
                 session = self._sessions.get(request.session, peer.uid, self._awake())
                 body = self._session_verbs[request.verb](peer, request, session)
+            return None if body is None else wire.encode_reply(request.id, body)
         except HpkvError as problem:
             self._counters["refused_requests"] += 1
             return wire.encode_error(request.id, problem)
@@ -155,7 +156,6 @@ class Service:
             self._counters["internal_errors"] += 1
             log.exception("verb %s failed", request.verb)
             return wire.encode_error(request.id, HpkvError(f"internal error: {bug!r}", "report this"))
-        return None if body is None else wire.encode_reply(request.id, body)
 
     def _answer(self, identity: bytes, request: int, result: Body | HpkvError) -> None:
         if isinstance(result, HpkvError):

@@ -14,7 +14,8 @@ SIZE = 4096
 
 
 class ClumsyDaemon(PatchedDaemon):
-    """Raises before or after the work on a verb, as the file ``clumsy`` beside its socket says."""
+    """Raises before or after the work on a verb, or has a result that no frame can hold, as the file ``clumsy`` beside
+    its socket says."""
 
     PATCH = """
 import os
@@ -26,14 +27,16 @@ file = Path(os.environ["HPKV_SOCKET"]).parent / "clumsy"
 
 def clumsy(name, verb):
     real = getattr(Service, name)
+    def asked():
+        return file.read_text() if file.exists() else ""
     def stumble(where):
-        if file.exists() and file.read_text() == f"{where} {verb}":
+        if asked() == f"{where} {verb}":
             raise LookupError(f"stumbled {where} {verb}")
     def method(self, *arguments):
         stumble("before")
         result = real(self, *arguments)
         stumble("after")
-        return result
+        return {"huge": 1 << 64} if asked() == f"unspeakable {verb}" else result
     setattr(Service, name, method)
 
 for verb in VERBS:
@@ -91,10 +94,14 @@ def all_replies(live: Observed, rank: Rank, verb: str, body: Body) -> list[Reply
 
 
 DEFERRED = ("load", "get", "store", "put")
+ERRORS = {
+    "": "",
+    "before": "LookupError.'stumbled before",
+    "after": "LookupError.'stumbled after",
+    "unspeakable": "OverflowError",
+}
 # After the handler of a verb that is answered later its copy is under way: what that ends with is the reply.
-FAILURES = [
-    (verb, where) for verb in VERBS for where in ("", "before", "after") if where != "after" or verb not in DEFERRED
-]
+FAILURES = [(verb, where) for verb in VERBS for where in ERRORS if where in ("", "before") or verb not in DEFERRED]
 
 
 @pytest.mark.parametrize(("verb", "where"), FAILURES)
@@ -111,7 +118,7 @@ def test_a_request_gets_exactly_one_reply_though_its_handler_fails(clumsy: Obser
         finally:
             stumble(clumsy, "")
         if where:
-            with pytest.raises(HpkvError, match=f"internal error: LookupError.'stumbled {where} {verb}'"):
+            with pytest.raises(HpkvError, match=f"internal error: {ERRORS[where]}"):
                 reply.result()
         else:
             reply.result()

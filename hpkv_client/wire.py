@@ -172,6 +172,8 @@ def _layer(value: Any) -> Layer:
     layer = Layer(_text(value[0]), _integer(1, 1 << 40)(value[1]), tuple(_list(MAX_RUNS, _run)(value[2])))
     if any(run.last_canonical_byte() > layer.canonical_bytes for run in layer.runs):
         raise ValueError("a run leaves its layer")
+    if sum(run.size for run in layer.runs) > layer.canonical_bytes:
+        raise ValueError("the runs of a layer move more bytes than it has")
     return layer
 
 

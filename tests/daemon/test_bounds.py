@@ -91,6 +91,7 @@ RIGHT = replace(RIGHT, local_step=512, canonical_step=512)
         ({"canonical_offset": 1}, 4, "leaves its layer"),
         ({"canonical_step": 513}, 4, "leaves its layer"),
         ({"canonical_step": LARGEST}, 4, "leaves its layer"),
+        ({"count": LARGEST, "local_step": 0, "canonical_step": 0}, 4, "more bytes than it has"),
         ({"local_offset": -1}, 4, "must be an integer"),
         ({"block_stride": -4096}, 4, "must be an integer"),
     ],
@@ -102,6 +103,8 @@ def test_a_shape_that_leaves_memory_or_block_is_refused_and_never_mapped(
         run = run_to_wire(replace(RIGHT, **change))
         with pytest.raises(HpkvError, match=message):
             rank.call("register", **rank.registration(layers=[["layer.0", 4096, [run]]], blocks=blocks))
+        # Nor does it come up in what others are told.
+        assert [engine["engine"] for engine in live.ask("info")["engines"]] == ["resting"]
         assert rank.shared.handle.name not in live.maps()
         # It is only this that was wrong.
         rank.register(layers=[["layer.0", 4096, [run_to_wire(RIGHT)]]]).ready()

@@ -51,9 +51,9 @@ def runs(draw: st.DrawFn) -> Run:
 
 @st.composite
 def layers(draw: st.DrawFn) -> Layer:
-    """A layer that holds all of its runs."""
+    """A layer that holds all of its runs, and no less than they move."""
     parts = tuple(draw(st.lists(runs(), min_size=1, max_size=3)))
-    need = max(run.last_canonical_byte() for run in parts)
+    need = max(*(run.last_canonical_byte() for run in parts), sum(run.size for run in parts))
     return Layer(draw(texts), need + draw(st.integers(0, 1 << 20)), parts)
 
 
@@ -179,6 +179,7 @@ def refuse_or_read(frame: bytes) -> None:
             return
         sizes = [handle.size for handle in request.body["regions"]]
         for layer in shard.layers:
+            assert sum(run.size for run in layer.runs) <= layer.canonical_bytes
             for run in layer.runs:
                 assert run.last_local_byte(shard.blocks) <= sizes[run.region]
                 assert run.last_canonical_byte() <= layer.canonical_bytes

@@ -105,7 +105,7 @@ blocks_of_engines = st.integers(1, 4)
 
 @st.composite
 def any_shards(draw: st.DrawFn) -> RankShard:
-    """Runs of which nothing is true but that they stay inside."""
+    """Runs of which nothing is true but that they stay inside and do not move more than there is."""
     layers = []
     for number in range(draw(st.integers(1, 3))):
         runs = []
@@ -124,7 +124,8 @@ def any_shards(draw: st.DrawFn) -> RankShard:
                     canonical_step=draw(steps),
                 )
             )
-        room = max(run.last_canonical_byte() for run in runs) + draw(st.integers(0, 9))
+        room = max(max(run.last_canonical_byte() for run in runs), sum(run.size for run in runs))
+        room += draw(st.integers(0, 9))
         layers.append(Layer(f"layer.{number}", room, tuple(runs)))
     return RankShard(tuple(layers), draw(blocks_of_engines))
 

@@ -51,7 +51,10 @@ class Nursery:
             self._ours = self._start()
         request = json.dumps({"code": code, "environment": environment, "alone": alone, "pid": pid})
         socket.send_fds(self._ours, [request.encode()], [stdin, stdout])
-        return int(self._ours.recv(100))
+        forked = int(self._ours.recv(100))
+        if forked < 0:
+            raise OSError(-forked, f"no process under number {pid}: {os.strerror(-forked)}")
+        return forked
 
 
 NURSERY = Nursery()
@@ -68,12 +71,15 @@ def serve() -> None:
         if not message:
             return
         request = json.loads(message)
-        pid = _fork_alone(orders) if request["alone"] else _fork_as(request["pid"]) if request["pid"] else os.fork()
+        if request["alone"]:
+            pid = _fork_alone(orders)
+        else:
+            pid = _fork_as(request["pid"]) if request["pid"] else os.fork()
         if pid == 0:
             _become(request["code"], request["environment"], orders, *fds)
         for fd in fds:
             os.close(fd)
-        if pid > 0:
+        if pid > 0 or request["pid"]:
             orders.send(str(pid).encode())
 
 
@@ -100,7 +106,10 @@ class _CloneArguments(ctypes.Structure):
 
 
 def _fork_as(pid: int) -> int:
-    """Fork into a process of this number; what os.fork does for threads is not needed by a process that has one."""
+    """Fork into a process of this number, or give the error as a negative one.
+
+    What os.fork does for threads is not needed by a process that has one.
+    """
     wanted = ctypes.c_int32(pid)
     arguments = _CloneArguments(exit_signal=signal.SIGCHLD, set_tid=ctypes.addressof(wanted), set_tid_size=1)
     # PyDLL: the interpreter's lock stays held, so both processes go on as its owner.
@@ -110,7 +119,7 @@ def _fork_as(pid: int) -> int:
     while (forked := int(system_call(_CLONE3, ctypes.byref(arguments), ctypes.sizeof(arguments)))) < 0:
         # The number of a process that has just died is taken for a moment longer.
         if ctypes.get_errno() != errno.EEXIST or time.monotonic() > deadline:
-            raise OSError(ctypes.get_errno(), f"no process under number {pid}")
+            return -ctypes.get_errno()
         time.sleep(0.001)
     return forked
 

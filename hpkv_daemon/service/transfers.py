@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from hpkv_daemon.movers.faults import Faults
 from hpkv_daemon.service.engines import Engine, Rank, StoreJob
 from hpkv_daemon.service.movers import Movers
 from hpkv_daemon.service.sessions import Reactor
+
+log = logging.getLogger(__name__)
 
 STORE_JOB_SECONDS = 30.0
 """A store job whose ranks have not all asked by then is given up: one of them is gone."""
@@ -70,6 +73,16 @@ class Transfers:
         self._unsettled: list[tuple[Engine, StoreJob]] = []
         self.counters: Counter[str] = Counter()
 
+    def _over(self, caller: Caller, end: Callable[..., None], *arguments: object) -> None:
+        """A copy of the caller is over. If its end fails in a way nobody expects, the caller must not wait for it."""
+        try:
+            end(*arguments)
+        except Exception as bug:
+            self.counters["internal_errors"] += 1
+            log.exception("the end of a copy failed")
+            problem = HpkvError(f"internal error: {bug!r}", "report this")
+            self._answer(caller.identity, caller.request, problem)
+
     # -- loads --------------------------------------------------------------------------------------------
 
     def load(self, caller: Caller, body: Body) -> None:
@@ -104,7 +117,7 @@ class Transfers:
         ticket = None
         if key not in self._loads:
             copy = CopyJob(caller.rank.attachment, Direction.LOAD, job, offsets, tuple(blocks))
-            ticket = self._movers.submit(copy, lambda done: self._load_done(key, done))
+            ticket = self._movers.submit(copy, lambda done: self._over(caller, self._load_done, key, done))
         if ticket is None:
             self._end_lease(caller, lease, body)
             self.counters["load_failures"] += 1
@@ -185,7 +198,7 @@ class Transfers:
             return
         offsets, wanted = zip(*mine, strict=True)
         copy = CopyJob(caller.rank.attachment, Direction.STORE, job.number, offsets, wanted)
-        ticket = self._movers.submit(copy, lambda done: self._part_done(caller, job, done))
+        ticket = self._movers.submit(copy, lambda done: self._over(caller, self._part_done, caller, job, done))
         if ticket is None:
             job.failed = True
             job.replies.append((caller.identity, caller.request))

@@ -130,3 +130,41 @@ def test_a_request_gets_exactly_one_reply_though_its_handler_fails(clumsy: Obser
     assert clumsy.stats()["internal_errors"] - before["internal_errors"] == bool(where)
     # Sessions that nobody ended stay as long as this process.
     clumsy.settle(sessions=clumsy.gauges()["sessions"], engines=1)
+
+
+class ForgetfulDaemon(PatchedDaemon):
+    """Its store fails once at the end of a load, and once at a commit."""
+
+    PATCH = """
+from hpkv_daemon.core.store import BlockStore
+
+def fails_once(name):
+    real, left = getattr(BlockStore, name), [1]
+    def method(self, *arguments):
+        if left:
+            left.pop()
+            raise KeyError(name)
+        return real(self, *arguments)
+    setattr(BlockStore, name, method)
+
+fails_once("end_transfer")
+fails_once("commit")
+"""
+
+
+def test_a_load_or_store_whose_end_fails_is_answered_once_and_the_next_one_works() -> None:
+    with (
+        observed_daemon(ForgetfulDaemon) as live,
+        Rank(live.socket, plain_shard(SIZE, 4)).register() as rank,
+    ):
+        rank.ready()
+        (reply,) = all_replies(live, rank, "put", right_body(rank, "put"))
+        with pytest.raises(HpkvError, match=r"internal error: KeyError.'commit'"):
+            reply.result()
+        assert rank.store(hashes("a"), [0], job=3000) == 1
+        (reply,) = all_replies(live, rank, "load", right_body(rank, "load"))
+        with pytest.raises(HpkvError, match=r"internal error: KeyError.'end_transfer'"):
+            reply.result()
+        assert rank.load(rank.match(hashes("a"))[1], [1], job=3001) == 1
+        assert live.stats()["internal_errors"] == 2
+        assert live.handle.text().count("the end of a copy failed") == 2

@@ -77,6 +77,13 @@ class Node:
         self.engine.reset_local()
         return self.engine.ask(tokens).cached == full_hit(len(tokens))
 
+    def heal(self) -> None:
+        """No faults any more; a daemon that died is started again, and the engine finds it."""
+        self.set_faults("")
+        if self.daemon.process.poll() is not None:
+            self.daemon.restart()
+        self.until(lambda _: [engine["ready"] for engine in self.info()["engines"]] == [True], 90)
+
     def check(self) -> None:
         """Every invariant of the daemon holds. Raises what it says."""
         try:

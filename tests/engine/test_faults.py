@@ -52,14 +52,6 @@ def kv(node: Node, tokens: list[int]) -> list[np.ndarray]:
         reader.close()
 
 
-def heal(node: Node) -> None:
-    """No faults any more; a daemon that died is started again, and the engine finds it."""
-    node.set_faults("")
-    if node.daemon.process.poll() is not None:
-        node.daemon.restart()
-    node.until(lambda _: [engine["ready"] for engine in node.info()["engines"]] == [True])
-
-
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("point", POINTS)
 def test_answers_and_bytes_are_right_whatever_fails(node: Node, point: str, action: str) -> None:
@@ -72,7 +64,7 @@ def test_answers_and_bytes_are_right_whatever_fails(node: Node, point: str, acti
     node.until(lambda _: node.fired()[struck:]) if node.daemon.process.poll() is None else None
     assert point.partition("@")[0] in node.fired()[struck:]
     assert answer.seconds < MOST_SECONDS
-    heal(node)
+    node.heal()
     node.until(lambda _: node.hits(tokens))
     node.quiet()
     node.check()

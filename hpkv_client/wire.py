@@ -287,9 +287,14 @@ def request_id_of(frame: bytes) -> int | None:
         value = _unpack(frame)
     except ProtocolError:
         return None
-    if isinstance(value, list) and len(value) > 1 and type(value[1]) is int and 0 <= value[1] <= MAX_INT:
-        return value[1]
+    if isinstance(value, list) and len(value) > 1 and _is_number(value[1]):
+        number: int = value[1]
+        return number
     return None
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_INT
 
 
 def decode_request(frame: bytes) -> Request:
@@ -302,8 +307,8 @@ def decode_request(frame: bytes) -> Request:
         raise ProtocolError("the verb must be text", f"this daemon speaks {version_text()}")
     if (fields := VERBS.get(verb)) is None:
         raise ProtocolError(f"unknown verb {verb[:64]!r}", f"this daemon speaks {version_text()}")
-    if type(request_id) is not int or type(session) is not int or min(request_id, session) < 0:
-        raise ProtocolError(f"{verb}: id and session must be positive integers")
+    if not _is_number(request_id) or not _is_number(session):
+        raise ProtocolError(f"{verb}: id and session must be positive integers up to {MAX_INT}")
     if not isinstance(body, dict):
         raise ProtocolError(f"{verb}: the body must be a map")
     checked: Body = {}

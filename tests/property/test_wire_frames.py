@@ -279,6 +279,16 @@ def test_limits_hold_on_both_sides_of_each() -> None:
     assert wire.decode_request(largest).verb == "store"
 
 
+@pytest.mark.parametrize("number", [-1, MAX_INT + 1, (1 << 64) - 1, True, 1.0])
+def test_no_request_is_read_whose_id_could_not_be_read(number: Any) -> None:
+    frame = msgpack.packb(["heartbeat", number, 1, {}])
+    assert wire.request_id_of(frame) is None
+    with pytest.raises(ProtocolError, match="id and session must be positive integers up to"):
+        wire.decode_request(frame)
+    with pytest.raises(ProtocolError, match="id and session must be positive integers up to"):
+        wire.decode_request(msgpack.packb(["heartbeat", 1, number, {}]))
+
+
 def test_a_long_frame_of_nothing_but_empty_parts_is_refused_half_read() -> None:
     inner = b"\xdd\x00\x01\x00\x00" + b"\x90" * 65536
     frame = b"\xdc\x00\x3f" + inner * 63

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hpkv_client.errors import NoSuchDevice
+from hpkv_client.errors import Busy, NoSuchDevice
 from hpkv_daemon.movers.base import Attached, Attachment, CopyJob, Died, Done, Mover, Outcome
 from hpkv_daemon.service.sessions import Reactor
 
@@ -66,11 +66,14 @@ class Movers:
             raise NoSuchDevice(f"no mover for device {device[:64]!r} on this node (there is: {known})")
 
     def attach(self, device: str, what: Attachment, on_attached: OnAttached) -> int:
-        """Map a rank's memory; the number of the attachment."""
+        """Map a rank's memory; the number of the attachment. Raises ``Busy`` when the mover cannot be started now."""
         self.require(device)
         state = self._devices.get(device)
         if state is None:
-            state = self._devices[device] = self._start(device)
+            try:
+                state = self._devices[device] = self._start(device)
+            except OSError as problem:
+                raise Busy(f"mover {device} does not start: {problem}", "register again later") from None
         self._numbers += 1
         number = self._numbers
         self._home[number] = device

@@ -1,0 +1,82 @@
+"""The service without sockets and processes, where movers and time do what they are told."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from hpkv_client import wire
+from hpkv_client.errors import LayoutRefused
+from hpkv_client.types import Layer, RankShard, Run
+from hpkv_daemon.core.policy import POLICIES
+from hpkv_daemon.core.store import BlockStore
+from hpkv_daemon.movers.faults import Faults
+from hpkv_daemon.service.report import Identity
+from hpkv_daemon.service.service import Service
+from hpkv_daemon.service.sessions import Peer
+from tests.fuzz.node import Node, Reactor
+
+POOL = 1 << 18
+ME = Peer(b"me", os.getuid(), 0)
+
+
+class Client:
+    """One connection to a service of its own."""
+
+    def __init__(self) -> None:
+        self.reactor = Reactor()
+        self.node = Node(self.reactor, POOL)
+        identity = Identity(1, "epoch", "0", "", "/socket", "/pool", POOL, "lru", {}, {})
+        self.replies: list[wire.Reply] = []
+        self.service = Service(
+            BlockStore(POOL, POLICIES["lru"]),
+            {"cpu": self.node.start_mover},
+            identity,
+            self.reactor,
+            self.reactor.clock,
+            lambda _, frame: self.replies.append(wire.decode_reply(frame)),
+            5.0,
+            Faults(),
+        )
+        self.session = 0
+        self.session = self.call("hello", major=1, minor=0, name="n", engine="e")["session"]
+
+    def call(self, verb: str, **body: Any) -> wire.Body:
+        """A request that is answered at once."""
+        frame = self.service.handle(ME, wire.encode_request(verb, 1, self.session, body))
+        assert frame is not None
+        self.node.deliver()
+        return wire.decode_reply(frame).result()
+
+    def register(self, *runs: Run, layer_bytes: int = 4096, blocks: int = 4, world: int = 1) -> wire.Body:
+        """Register rank 0 of an engine with one layer."""
+        shard = RankShard((Layer("l.0", layer_bytes, runs or (Run(0, 0, 4096, 0, 4096),)),), blocks)
+        return self.call(
+            "register",
+            rank=0,
+            world=world,
+            namespace=bytes(32),
+            model="m",
+            device="cpu",
+            regions=[{"kind": "memfd", "size": 1 << 50, "pid": 0, "fd": 3, "name": "m"}],
+            **wire.shard_to_wire(shard),
+        )
+
+
+@pytest.fixture
+def client() -> Client:
+    """Said hello."""
+    return Client()
+
+
+def test_an_engine_whose_mover_cannot_be_started_is_refused_and_may_come_again(client: Client) -> None:
+    client.node.lame = True
+    for _ in range(2):
+        with pytest.raises(LayoutRefused, match="mover cpu does not start: .*temporarily unavailable"):
+            client.register()
+    assert client.call("stats")["internal_errors"] == 0
+    client.node.lame = False
+    client.register()
+    assert client.call("heartbeat")["ready"]

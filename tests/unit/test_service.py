@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpkv_client import wire
-from hpkv_client.errors import LayoutRefused
+from hpkv_client.errors import HpkvError, LayoutRefused, ProtocolError
 from hpkv_client.types import Layer, RankShard, Run
 from hpkv_daemon.core.policy import POLICIES
 from hpkv_daemon.core.store import BlockStore
@@ -80,3 +80,23 @@ def test_an_engine_whose_mover_cannot_be_started_is_refused_and_may_come_again(c
     client.node.lame = False
     client.register()
     assert client.call("heartbeat")["ready"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_rank_that_claims_more_bytes_than_its_layer_has_is_refused_and_breaks_no_report(
+    client: Client, world: int
+) -> None:
+    everything_often = Run(0, 0, 0, 0, 1 << 40, (1 << 63) - 1, 0, 0)
+    with pytest.raises(ProtocolError, match="a run holds more than its layer"):
+        client.register(everything_often, layer_bytes=1 << 40, world=world)
+    assert client.call("info")["engines"] == []
+    assert client.call("stats")["internal_errors"] == 0
+
+
+def test_a_reply_that_cannot_be_written_is_an_internal_error_and_not_the_end_of_the_loop(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(client.service._open_verbs, "info", lambda *_: {"size": 1 << 64})
+    with pytest.raises(HpkvError, match="internal error: OverflowError"):
+        client.call("info")
+    assert client.call("stats")["internal_errors"] == 1

@@ -82,10 +82,12 @@ check: venv ## Lint, types, import contracts and the fast tests: under 3 minutes
 	$(SAY) "import contracts"
 	@$(BIN)/lint-imports
 	$(SAY) "tests without an engine"
-	@$(BIN)/pytest -m "not engine"
+	@$(BIN)/pytest -m "not engine and not fuzz"
 
 .PHONY: test
-test: check ## What check does, and the tests on the real engine.
+test: check ## What check does, fuzzing for two minutes, and the tests on the real engine.
+	$(SAY) "fuzzing (HPKV_FUZZ_SECONDS of 60 for each target)"
+	@$(BIN)/pytest -m fuzz
 	$(SAY) "tests on the real engine (many minutes)"
 	@$(BIN)/pytest -m engine
 
@@ -102,5 +104,5 @@ bench: venv ## Run all benchmarks; results and plots go to benchmarks/results.
 
 .PHONY: clean
 clean: ## Remove the demo's files and every cache; .venv stays ('rm -rf .venv' removes that).
-	@rm -rf .demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf .demo .fuzz build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

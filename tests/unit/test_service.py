@@ -74,7 +74,7 @@ def client() -> Client:
 def test_an_engine_whose_mover_cannot_be_started_is_refused_and_may_come_again(client: Client) -> None:
     client.node.lame = True
     for _ in range(2):
-        with pytest.raises(LayoutRefused, match="mover cpu does not start: .*temporarily unavailable"):
+        with pytest.raises(LayoutRefused, match=r"mover cpu does not start: .*temporarily unavailable"):
             client.register()
     assert client.call("stats")["internal_errors"] == 0
     client.node.lame = False

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hpkv_client.wire import Body
+from hpkv_client.wire import MAX_FRAME, MAX_INT, Body, encode_reply
 from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.service.engines import Engine
 from hpkv_daemon.service.explain import Explanations
@@ -41,7 +41,7 @@ def describe(
     explanations: Explanations,
 ) -> Body:
     """The body of ``info``. ``awake`` is now by the sessions' clock."""
-    return {
+    whole: Body = {
         "pid": identity.pid,
         "epoch": identity.epoch,
         "version": identity.version,
@@ -75,6 +75,19 @@ def describe(
         "leases": {"count": len(store.leases)},
         "movers": movers.describe(),
     }
+    return _fitted(whole)
+
+
+def _fitted(body: Body) -> Body:
+    """The body, with as many of its longest list's last entries left out as it takes to fit into a frame."""
+    lists = [name for name, value in body.items() if isinstance(value, list)]
+    left_out: Counter[str] = Counter()
+    while len(encode_reply(MAX_INT, body)) > MAX_FRAME and any(body[name] for name in lists):
+        longest = max(lists, key=lambda name: len(encode_reply(0, {name: body[name]})))
+        kept = len(body[longest]) // 2
+        left_out[longest] += len(body[longest]) - kept
+        body = body | {longest: body[longest][:kept], "left_out": dict(left_out)}
+    return body
 
 
 def _pool(identity: Identity, store: BlockStore) -> Body:

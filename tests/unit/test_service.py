@@ -14,7 +14,7 @@ from hpkv_daemon.core.policy import POLICIES
 from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.movers.faults import Faults
 from hpkv_daemon.service.report import Identity
-from hpkv_daemon.service.service import Service
+from hpkv_daemon.service.service import SESSIONS_PER_PROCESS, Service
 from hpkv_daemon.service.sessions import Peer
 from tests.fuzz.node import Node, Reactor
 
@@ -91,6 +91,20 @@ def test_a_rank_that_claims_more_bytes_than_its_layer_has_is_refused_and_breaks_
         client.register(everything_often, layer_bytes=1 << 40, world=world)
     assert client.call("info")["engines"] == []
     assert client.call("stats")["internal_errors"] == 0
+
+
+def test_a_report_that_would_be_longer_than_a_frame_leaves_entries_out_and_says_so(client: Client) -> None:
+    longest = "\N{SLIGHTLY SMILING FACE}" * wire.MAX_TEXT
+    for uid in range(3):
+        hello = {"major": 1, "minor": 0, "name": longest, "engine": f"{uid}{longest[2:]}"}
+        for _ in range(SESSIONS_PER_PROCESS):
+            client.service.handle(Peer(b"other", 1 << 20 | uid, 0), wire.encode_request("hello", 1, 0, hello))
+    reply = client.service.handle(ME, wire.encode_request("info", 1, 0, {}))
+    assert reply is not None
+    assert len(reply) <= wire.MAX_FRAME
+    body = wire.decode_reply(reply).result()
+    assert len(body["sessions"]) + body["left_out"]["sessions"] == 1 + 3 * SESSIONS_PER_PROCESS
+    assert body["sessions"][0]["name"] == "n"
 
 
 def test_a_reply_that_cannot_be_written_is_an_internal_error_and_not_the_end_of_the_loop(

@@ -72,6 +72,8 @@ class Node:
     lame: bool = False
     """Movers cannot be started."""
     on_copy: Callable[[CopyJob], None] = lambda _: None
+    awake: Callable[[], float] = lambda: 0.0
+    """The daemon's time for patience."""
 
     def start_mover(self) -> ScriptedMover:
         """The factory of movers."""
@@ -98,6 +100,11 @@ class Node:
                     heard = True
                     self.reactor.readers[mover.fileno()]()
 
+    def oldest_cancelled(self) -> float:
+        """For how long a mover that lives has not confirmed that a copy of it is withdrawn."""
+        since = [moment for mover in self.live for moment in mover.unconfirmed()]
+        return self.awake() - min(since, default=self.awake())
+
     def started(self, copy: Copy) -> None:
         """No copy may meet another one in the pool, unless both read."""
         for other in self.copies.values():
@@ -121,7 +128,7 @@ class ScriptedMover:
         self._attached: dict[int, Attachment] = {}
         self._waiting: list[Attached | Alive | int] = []
         """What it has not answered: an attachment, a ping, or a copy by its ticket."""
-        self._cancelled: set[int] = set()
+        self._cancelled: dict[int, float] = {}
         self._tickets = 0
         self._asked = 0
 
@@ -171,7 +178,7 @@ class ScriptedMover:
         """See ``Mover``."""
         assert not self.closed, "cancel after close"
         assert 0 < ticket <= self._tickets, f"ticket {ticket} was never given"
-        self._cancelled.add(ticket)
+        self._cancelled.setdefault(ticket, self._node.awake())
 
     def ping(self) -> None:
         """See ``Mover``."""
@@ -207,6 +214,10 @@ class ScriptedMover:
 
     def _running(self) -> list[int]:
         return [ticket for pid, ticket in self._node.copies if pid == self.pid]
+
+    def unconfirmed(self) -> list[float]:
+        """When each copy was withdrawn that still runs."""
+        return [self._cancelled[ticket] for ticket in self._running() if ticket in self._cancelled]
 
     def answer(self, which: int, outcome: Outcome) -> None:
         """Answer one of the things it was asked, in any order: a copy with this outcome, an attachment likewise."""

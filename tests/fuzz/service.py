@@ -31,6 +31,7 @@ from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.movers.base import CopyJob, Direction, Outcome
 from hpkv_daemon.movers.faults import Faults
 from hpkv_daemon.service import engines, service
+from hpkv_daemon.service.movers import CONFIRM_SECONDS
 from hpkv_daemon.service.report import Identity
 from hpkv_daemon.service.service import Service
 from hpkv_daemon.service.sessions import REMOTE_UID, Peer
@@ -63,6 +64,9 @@ _SESSIONS, _JOBS = 6, 8
 
 _CODES = frozenset(BY_CODE) - {"failed"}
 """What a client may be refused with. ``failed`` is for bugs, and for a store that finds itself broken."""
+
+_OPEN = frozenset({"hello", "ping", "info", "stats", "check", "clear", "config"})
+"""Verbs that need no session."""
 
 _IDENTITY = Identity(_ME, "epoch", "0", "one", "/socket", "/pool", 0, "lru", {"a": 1}, {"a": "default"})
 
@@ -102,6 +106,8 @@ class _Asked:
     body: Body
     peer: Peer
     engine: str
+    allowed: bool = True
+    """Not a verb in a session of somebody else."""
 
 
 class World:
@@ -124,7 +130,10 @@ class World:
             _LEASE_SECONDS,
             Faults(entropy.pick(_FAULTS)),
         )
+        self.node.awake = self.service._awake
         self._sessions: list[tuple[int, Peer, str]] = []
+        self._owners: dict[int, int] = {}
+        """Session -> the uid of who opened it."""
         self._leases: dict[int, tuple[list[bytes], bool]] = {}
         """Lease -> its keys, and whether they are a prefix."""
         self._asked: defaultdict[tuple[bytes, int], list[_Asked | None]] = defaultdict(list)
@@ -156,7 +165,8 @@ class World:
             self._honest = False
             body = self._entropy.changed(body)
         self._numbers += 1
-        asked = None if changes > 250 else _Asked(verb, body, peer, engine)
+        allowed = verb in _OPEN or self._owners.get(token) == peer.uid
+        asked = None if changes > 250 else _Asked(verb, body, peer, engine, allowed)
         self.send(peer, wire.encode_request(verb, self._numbers, token, body), asked)
 
     def _receive(self, identity: bytes, frame: bytes) -> None:
@@ -164,6 +174,8 @@ class World:
         waiting = self._asked.get((identity, reply.id))
         assert waiting, f"{identity!r} gets {reply}, and did not ask"
         asked = waiting.pop(0)
+        assert len(frame) <= wire.MAX_FRAME, f"the reply to {asked} has {len(frame)} bytes"
+        assert asked is None or asked.allowed or not reply.ok, f"{asked} was answered: {reply.body}"
         if not reply.ok:
             code = reply.body["code"]
             assert code in _CODES, f"{asked} failed: {reply.body}"
@@ -171,6 +183,7 @@ class World:
             engine = asked.body["engine"] if asked else ""
             peer = asked.peer if asked else next(peer for peer in _PEERS if peer.identity == identity)
             self._sessions.append((reply.body["session"], peer, engine))
+            self._owners[reply.body["session"]] = peer.uid
             self._check_engines()
         elif asked is not None:
             self._check_reply(asked, reply.body)
@@ -405,6 +418,8 @@ class World:
         """Time goes on, and the service gets its tick."""
         self.reactor.advance(seconds)
         self.service.tick()
+        assert not self.store.leases.expired(self.reactor.now), "a lease outlives its time"
+        assert self.node.oldest_cancelled() <= CONFIRM_SECONDS, "a mover that does not confirm lives on"
         if self.node.eager:
             self.node.deliver()
 
@@ -553,11 +568,27 @@ def seeds() -> Iterator[bytes]:
     yield _script(*two, *slow, *store, *good, *good, *read, *good, *good, *over)
     yield _script(*two, *slow, store[0], (w.answer, 0, 0, 1), (w.hear,), store[1], (w.hear,), *more, (w.wait, 32))
     yield _script(*two, *slow, *store, (w.fall, 0), (w.hear,), (w.wait, 3), *good, *good, *store, *read)
-    yield _script(*two, *store, *slow, *read, (w.cancel, 0, 3, 0), (w.wait, 3), (w.die, 0), (w.hear,), *hellos)
+    yield _script(*two, *store, *slow, *read, (w.cancel, 0, 7, 0), (w.wait, 3), (w.die, 0), (w.hear,), *hellos)
     yield _script(*two, *slow, *store, (w.bye, 0, 0), (w.bye, 1, 0), (w.wait, 3))
     yield _script(*two, store[0], (w.wait, 32), store[1])
     yield _script(*two, (w.mood, 3), (w.fall, 0), (w.hear,), (w.wait, 4), (w.mood, 0), (w.wait, 4), *store)
     yield _script(*hellos, (w.mood, 3), (w.register, 0, 0, 0, 0), (w.mood, 0), (w.register, 0, 0, 0, 0), *store[:1])
+    # All that a process may open, each with a rank; then one more, and another process that wants a rank of it.
+    full = tuple((w.hello, 0, engine, 0, 0) for engine in (0, 0, 1, 1, 3, 3))
+    ranks = tuple((w.register, session, 1, session % 2, 0) for session in range(_SESSIONS))
+    yield _script(*full, *ranks, hellos[0], (w.hello, 2, 0, 0, 0), (w.register, 6, 1, 0, 0), (w.register, 1, 1, 0, 0))
+    # The lease under a load that runs is given back or expires, and others want the room.
+    crowd = tuple((w.store_, 0, chain, 0, 11, 0, 8 + chain, 0) for chain in range(1, 4))
+    begun = (*one, store[0], read[0], *slow, read[1])
+    yield _script(*begun, over[0], *good, *crowd, *good, *good, *good, config=(1, 0, 0))
+    yield _script(*begun, (w.release, 0, 0, 0), *crowd, *good, *good, *good, *good, config=(1, 0, 0))
+    yield _script(*begun, (w.leap, 9), *crowd, *good, *good, *good, *good, config=(1, 0, 0))
+    yield _script(*begun, (w.cancel, 0, 7, 0), *(((w.tick, 3),) * 4), *good)
+    yield _script(*begun, read[1], *good, *good, read[1], (w.hear,))
+    yield _script(*one, *slow, store[0], (w.bye, 0, 0), (w.tick, 7), (w.tick, 7), (w.tick, 7))
+    yield _script(
+        *one, *store[:1], (w.look, 0, 240, 3, 0, 0, 3, 0), (w.look, 2, 240, 4, 0, 0, 3, 0), (w.bye, 240, 3, 0)
+    )
     unrelated = ((w.put, 0, 1, 0, 6, 0, 4, 0), (w.look, 0, 1, 1, 2, 8, 0), (w.load, 0, 0, 0, 0, 0, 5, 0))
     yield _script(*one, *unrelated, (w.get, 0, 1, 1, 8, 0, 6, 0), (w.look, 0, 2, 1, 0, 9, 0), (w.clear, 0, 0, 6, 0))
     yield _script(*one, *(((w.store_, 0, chain, 0, 9, 0, chain, 0)) for chain in range(4)), *read, config=(1, 1, 0))

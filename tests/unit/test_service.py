@@ -87,7 +87,7 @@ def test_a_rank_that_claims_more_bytes_than_its_layer_has_is_refused_and_breaks_
     client: Client, world: int
 ) -> None:
     everything_often = Run(0, 0, 0, 0, 1 << 40, (1 << 63) - 1, 0, 0)
-    with pytest.raises(ProtocolError, match="a run holds more than its layer"):
+    with pytest.raises(ProtocolError, match="move more bytes than it has"):
         client.register(everything_often, layer_bytes=1 << 40, world=world)
     assert client.call("info")["engines"] == []
     assert client.call("stats")["internal_errors"] == 0

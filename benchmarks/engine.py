@@ -1,8 +1,8 @@
 """The real engine: stock ``vllm serve`` (CPU build) on a small model, asked over HTTP.
 
 Time to the first token of long prompts: computed, served by the engine's own prefix cache, and served by HPKV to an
-engine that was just started. Then throughput of prompts that nobody has seen, with an engine that stores all of them
-in HPKV against one without the connector.
+engine that was just started. Then an engine that stores everything in HPKV against one without the connector:
+throughput of prompts that nobody has seen, speed of decoding, and what a daemon that is frozen costs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -21,8 +22,8 @@ from typing import Any
 
 from benchmarks.daemon import Daemon, daemon
 from benchmarks.memory import available_bytes
-from benchmarks.paired import Pairs, Spread
-from benchmarks.report import Found, Measure, Unfit, main, ratio, say
+from benchmarks.paired import Pairs, Spread, alternate
+from benchmarks.report import Aim, Found, Measure, Unfit, main, ratio, say
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL, DTYPE = "qwen2-large", "bfloat16"
@@ -36,6 +37,9 @@ DISTINCT = 16
 REST_SECONDS = 2.0
 """vLLM's processes spin for a second after their last work; what is timed is an engine that waits for work."""
 STORE_SECONDS = 120.0
+DECODERS, DECODED_TOKENS = 4, 128
+SUBMIT_DEADLINE_MS = 50
+"""The default of HPKV_SUBMIT_DEADLINE_MS."""
 FLAGS = (
     *("--block-size", str(BLOCK_TOKENS)),
     *("--dtype", DTYPE),
@@ -196,6 +200,67 @@ def storing(with_hpkv: Any, without: Any, rounds: int) -> Measure:
     )
 
 
+def decode(asked: Any, seeds: Iterator[int]) -> float:
+    """Seconds per output token after the first of some requests at once."""
+    texts = [prompt(next(seeds), SHORT_SENTENCES) for _ in range(DECODERS)]
+
+    def one(text: str) -> float:
+        started = time.perf_counter()
+        answer = asked.complete(text, DECODED_TOKENS)
+        return (time.perf_counter() - started - answer.ttft_seconds) / (DECODED_TOKENS - 1)
+
+    time.sleep(REST_SECONDS)
+    with ThreadPoolExecutor(DECODERS) as pool:
+        return sum(pool.map(one, texts)) / DECODERS
+
+
+def decoding(with_hpkv: Any, without: Any, rounds: int) -> Measure:
+    """The two engines in turn."""
+    seeds = iter(range(1_000_000, 2_000_000))
+    pairs = alternate(lambda: decode(without, seeds), {"storing": lambda: decode(with_hpkv, seeds)}, rounds)["storing"]
+    return ratio(
+        f"decoding of {DECODERS} requests at once, storing on against no connector",
+        pairs.speed,
+        Aim(at_least=0.99),
+        context={
+            "output_tokens_per_s": DECODERS / Spread.of(pairs.samples).median,
+            "floor_output_tokens_per_s": DECODERS / Spread.of(pairs.floors).median,
+        },
+    )
+
+
+def frozen(with_hpkv: Any, without: Any, served: Daemon, rounds: int) -> list[Measure]:
+    """What a stopped daemon adds to the first token: of the request that finds it so, and of those after it."""
+    seeds = iter(range(2_000_000, 3_000_000))
+
+    def first_token(asked: Any) -> float:
+        return ask_rested(asked, prompt(next(seeds), SHORT_SENTENCES))[1].ttft_seconds
+
+    finding, later = Pairs(), Pairs()
+    before = first_token(without)
+    for _ in range(rounds):
+        os.kill(served.pid, signal.SIGSTOP)
+        try:
+            for pairs in (finding, later, later):
+                taken, after = first_token(with_hpkv), first_token(without)
+                pairs.add(before, taken, after)
+                before = after
+        finally:
+            os.kill(served.pid, signal.SIGCONT)
+        # The next round must find it answering again.
+        for _ in range(2):
+            first_token(with_hpkv)
+
+    def added(name: str, pairs: Pairs, aim: Aim) -> Measure:
+        spread = Spread.of([1e3 * (taken - floor) for floor, taken in zip(pairs.floors, pairs.samples, strict=True)])
+        return Measure(name, spread.median, "ms", aim, spread.low, spread.high)
+
+    return [
+        added("added to the first token by a daemon that has just frozen", finding, Aim(at_most=SUBMIT_DEADLINE_MS + 50)),
+        added("added to the first token by a daemon that is known to be frozen", later, Aim(at_most=10)),
+    ]
+
+
 def run(quick: bool) -> Found:
     """Three starts of the engine."""
     if available_bytes() < NEEDED_BYTES:
@@ -218,6 +283,8 @@ def run(quick: bool) -> Found:
             same = sum(ours == theirs for ours, theirs in zip(hpkv.outputs, own.outputs, strict=True))
             with engine(model, None, logs / "third.log") as third:
                 measures.append(storing(second, third, rounds))
+                measures.append(decoding(second, third, rounds))
+                measures += frozen(second, third, served, rounds)
     for measure in measures:
         say(f"{measure.name}: {measure.value:.4g} {measure.unit}")
     return measures, {"model": MODEL, "dtype": DTYPE, "prompts": prompts, "same_outputs": same, "rounds": rounds}

@@ -256,7 +256,9 @@ def frozen(with_hpkv: Any, without: Any, served: Daemon, rounds: int) -> list[Me
         return Measure(name, spread.median, "ms", aim, spread.low, spread.high)
 
     return [
-        added("added to the first token by a daemon that has just frozen", finding, Aim(at_most=SUBMIT_DEADLINE_MS + 50)),
+        added(
+            "added to the first token by a daemon that froze just now", finding, Aim(at_most=SUBMIT_DEADLINE_MS + 50)
+        ),
         added("added to the first token by a daemon that is known to be frozen", later, Aim(at_most=10)),
     ]
 

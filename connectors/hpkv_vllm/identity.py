@@ -52,6 +52,11 @@ def namespace_fields(vllm_config: Any, kv_cache_config: Any, weights_id: str) ->
             f"prefix hashes of type {algorithm!r} can collide",
             f"start vLLM with --prefix-caching-hash-algo {STRONG_HASHES[0]}",
         )
+    if getattr(cache, "calculate_kv_scales", False):
+        raise ConfigError(
+            "KV scales that are calculated from the first prompt differ from engine to engine",
+            "start vLLM without --calculate-kv-scales",
+        )
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     fields = _model_fields("model", model) | {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from hpkv_client.errors import LeaseLost, UsageError
+from hpkv_client.errors import Busy, LeaseLost, UsageError
 from hpkv_client.types import BlockKey, Keys
 from hpkv_client.values import Quota
 from hpkv_daemon.core.blocks import Blocks
@@ -22,6 +22,9 @@ NO_ROOM = -2
 ORPHAN = -3
 """Reservation entry: the block's parent is not here, so no prefix could ever lead to it."""
 
+
+MAX_NAMESPACES = 4096
+"""None is ever dropped, so a client that invents them must come to an end."""
 
 _DROPPED = {NO_ROOM: Reason.NO_ROOM, ORPHAN: Reason.NO_PARENT}
 
@@ -68,12 +71,14 @@ class BlockStore:
         """Number of the namespace, opened at first sight. ``tenant``: whose quota it counts against.
 
         Raises ``UsageError`` when not one block fits into the pool or when the fingerprint is known with
-        another block size.
+        another block size, ``Busy`` when there are too many.
         """
         if block_bytes < 1:
             raise UsageError(f"a block of {block_bytes} bytes holds nothing")
         number = self._by_fingerprint.get(fingerprint)
         if number is None:
+            if len(self._by_fingerprint) >= MAX_NAMESPACES:
+                raise Busy(f"{MAX_NAMESPACES} namespaces are known already", "restart hpkvd to forget old ones")
             number = self.blocks.open_namespace(fingerprint, block_bytes, tenant)
             if number is None:
                 slots = self.blocks.slots

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import time
@@ -260,3 +262,31 @@ def test_an_adapter_is_what_is_in_its_files(daemons: DaemonFactory, model: Path,
         assert fresh != cold
     finally:
         second.kill()
+
+
+def test_prompts_given_as_embeddings_share_by_content(site) -> None:
+    import torch
+
+    def embedded(seed: int) -> str:
+        values = torch.randn(320, 256, generator=torch.Generator().manual_seed(seed))
+        file = io.BytesIO()
+        torch.save(values, file)
+        return base64.b64encode(file.getvalue()).decode()
+
+    with site(Topology("tp1"), "--enable-prompt-embeds") as found:
+
+        def ask(text: str) -> tuple[list[int], int]:
+            found.settle()
+            found.engine.reset_local()
+            loaded = found.stats()["loaded_blocks"]
+            body = {"model": "tiny", "prompt_embeds": text, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+            reply = found.engine.post("/v1/completions", body | {"return_token_ids": True})
+            return reply["choices"][0]["token_ids"], found.stats()["loaded_blocks"] - loaded
+
+        one, other = embedded(1), embedded(2)
+        first, none = ask(one)
+        assert none == 0
+        second, still_none = ask(other)
+        assert (still_none, second != first) == (0, True)
+        assert ask(one) == (first, full_hit(320) // BLOCK_TOKENS)
+        assert ask(other) == (second, full_hit(320) // BLOCK_TOKENS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -114,3 +115,60 @@ def test_a_reply_that_cannot_be_written_is_an_internal_error_and_not_the_end_of_
     with pytest.raises(HpkvError, match="internal error: OverflowError"):
         client.call("info")
     assert client.call("stats")["internal_errors"] == 1
+
+
+def _lease_of_nobody(service: Service) -> None:
+    service._store.leases.grant("nobody", 0, (), 0, 1e9)
+
+
+def _forgotten_attachment(service: Service) -> None:
+    service._movers._home.clear()
+
+
+def _rank_without_attachment(service: Service) -> None:
+    next(iter(service._engines["e"].ranks.values())).attachment = 77
+
+
+def _unwatched_session(service: Service) -> None:
+    for process in service._sessions._processes.values():
+        process.sessions.clear()
+
+
+def _counter_that_drifted(service: Service) -> None:
+    service._store.blocks.usage.resident_blocks += 1
+
+
+def _account_that_drifted(service: Service) -> None:
+    next(iter(service._store.blocks.accounts)).held += 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_lease_of_nobody, "belongs to 'nobody', who left"),
+        (_forgotten_attachment, "ranks hold"),
+        (_rank_without_attachment, "ranks hold"),
+        (_unwatched_session, "sessions, of which 0 are watched"),
+        (_counter_that_drifted, "counted"),
+        (_account_that_drifted, "holds 0 bytes"),
+    ],
+)
+def test_check_finds_what_is_broken(client: Client, damage: Callable[[Service], None], said: str) -> None:
+    client.register()
+    looked_at = client.call("check")
+    assert (looked_at["ok"], looked_at["sessions"], looked_at["engines"]) == (True, 1, 1)
+    damage(client.service)
+    with pytest.raises(HpkvError, match=f"invariant broken: .*{said}"):
+        client.call("check")
+
+
+def test_check_finds_loads_and_stores_without_what_they_need(client: Client) -> None:
+    client.register()
+    client.node.eager = False
+    body = {"job": 1, "parent": None, "keys": bytes(32), "blocks": bytes(4)}
+    request = wire.encode_request("store", 2, client.session, body)
+    assert client.service.handle(ME, request) is None
+    assert client.call("check")["stores"] == 1
+    client.service._store._reservations.clear()
+    with pytest.raises(HpkvError, match="invariant broken"):
+        client.call("check")

@@ -7,12 +7,12 @@ from time import perf_counter
 
 import pytest
 
-from hpkv_client.errors import LeaseLost, UsageError
+from hpkv_client.errors import Busy, LeaseLost, UsageError
 from hpkv_client.types import Keys, typed_digest
 from hpkv_daemon.core.index import State
 from hpkv_daemon.core.policy import POLICIES, Lru
 from hpkv_daemon.core.slots import ALIGNMENT
-from hpkv_daemon.core.store import KEPT, NO_ROOM, ORPHAN, BlockStore
+from hpkv_daemon.core.store import KEPT, MAX_NAMESPACES, NO_ROOM, ORPHAN, BlockStore
 
 EXTENT = 4 * ALIGNMENT
 
@@ -180,6 +180,15 @@ def test_one_fingerprint_has_one_block_size() -> None:
     assert store.open_namespace(b"m" * 32, 4096) == number
     with pytest.raises(UsageError, match="4096"):
         store.open_namespace(b"m" * 32, 4097)
+
+
+def test_invented_namespaces_come_to_an_end_and_known_ones_go_on() -> None:
+    store = BlockStore(1 << 20, Lru)
+    names = [number.to_bytes(32, "big") for number in range(MAX_NAMESPACES)]
+    numbers = [store.open_namespace(name, 4096) for name in names]
+    with pytest.raises(Busy):
+        store.open_namespace(b"n" * 32, 4096)
+    assert store.open_namespace(names[7], 4096) == numbers[7]
 
 
 def test_a_key_of_the_wrong_length_never_gets_in() -> None:

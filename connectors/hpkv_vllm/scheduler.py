@@ -15,19 +15,16 @@ from vllm.logger import init_logger
 from hpkv_client.errors import HpkvError
 from hpkv_client.prefix import usable_tokens
 from hpkv_client.settings import Settings
-from hpkv_client.types import KeyMaker, typed_digest
 from hpkv_vllm import compat
 from hpkv_vllm.identity import Adapters, fingerprint, machine_id, namespace_fields
+from hpkv_vllm.keys import PrefixKeys
 from hpkv_vllm.lookup import MAX_KEYS, Directory, Lookup
 from hpkv_vllm.metadata import Load, Part, Piece, RankParts, StepMetadata, Store, WorkerMetadata
 from hpkv_vllm.pace import LEAST_TOKENS, Pace
+from hpkv_vllm.pins import Pins
 from hpkv_vllm.reloads import Epoch
 
 log = init_logger("vllm.hpkv.scheduler")
-
-_MAX_PINNED_SHARE = 4
-"""At most one part in this many of the engine's blocks is pinned for stores at any time."""
-
 
 _TIMED_STEPS = 64
 """More steps than that are never under way at once."""
@@ -74,13 +71,11 @@ class SchedulerConnector:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
         groups = compat.groups_of(vllm_config, kv_cache_config)
         self._settings = settings
-        self._hash_tokens = compat.hash_tokens(vllm_config, kv_cache_config)
         self._alignment = math.lcm(*(group.block_tokens for group in groups))
-        self._world = int(vllm_config.parallel_config.world_size)
-        self._namespace = namespace = fingerprint(namespace_fields(vllm_config, kv_cache_config, settings.weights_id))
+        self._pins = Pins(int(vllm_config.parallel_config.world_size))
+        namespace = fingerprint(namespace_fields(vllm_config, kv_cache_config, settings.weights_id))
+        self._keys = PrefixKeys(namespace, compat.hash_tokens(vllm_config, kv_cache_config))
         log.info("HPKV: namespace %s, %d KV-cache groups", namespace.hex(), len(groups))
-        self._makers: dict[tuple[int, bytes], KeyMaker] = {}
-        """By KV-cache group and the digest of the adapter, empty without one."""
         self._adapters = Adapters()
         self._counters: Counter[str] = Counter()
         self._directory = Directory(settings, (), self._counters)
@@ -90,19 +85,15 @@ class SchedulerConnector:
         self._timed: dict[int, tuple[int, float]] = {}
         """Number of a step that is timed -> its tokens, and when it was planned."""
         self._last_output = 0.0
-        self._pool: Any = None
         self._requests: dict[str, _Request] = {}
         self._loading: dict[str, _Loading] = {}
         """By request id."""
         self._new_loads: list[Load] = []
         self._jobs = itertools.count(1)
-        self._pinned: dict[int, tuple[list[int], int]] = {}
-        """Store job -> (blocks, ranks that are through)."""
-        self._pinned_blocks = 0
 
     def bind(self, block_pool: Any) -> None:
         """The pool of the engine's blocks, for pinning."""
-        self._pool = block_pool
+        self._pins.bind(block_pool)
 
     def meet(self, ranks: Iterable[RankParts]) -> None:
         """All ranks have told which parts they hold; one that holds none is off, and so is the engine."""
@@ -139,23 +130,7 @@ class SchedulerConnector:
         return state
 
     def _extend_keys(self, state: _Request) -> None:
-        hashes = state.request.block_hashes
-        for part, keys in zip(self._directory, state.keys, strict=True):
-            step = part.block_tokens // self._hash_tokens
-            maker = self._maker(part.group, state.adapter or b"")
-            for i in range(len(keys), len(hashes) // step):
-                keys.append(maker(bytes(hashes[(i + 1) * step - 1])))
-
-    def _maker(self, group: int, adapter: bytes) -> KeyMaker:
-        maker = self._makers.get((group, adapter))
-        if maker is None:
-            namespace = self._namespace
-            if self._epoch.salt:
-                namespace = typed_digest("changed weights", namespace, self._epoch.salt)
-            if adapter:
-                namespace = typed_digest("adapter", namespace, adapter)
-            maker = self._makers[group, adapter] = KeyMaker(namespace, group)
-        return maker
+        self._keys.extend(state.keys, self._directory, state.request.block_hashes, state.adapter or b"")
 
     def _limit(self, request: Any) -> int:
         """The last token of a prompt is always computed: its logits are needed."""
@@ -316,18 +291,13 @@ class SchedulerConnector:
                 continue
             table, keys = tables[part.group], state.keys[index]
             first = state.offered[index]
-            room = self._room
+            room = self._pins.room
             end = min(computed // part.block_tokens, len(keys), len(table), first + max(0, room), first + MAX_KEYS)
             wanted = [i for i in range(first, end) if table[i]]
             if wanted:
                 parent = keys[first - 1] if first else None
                 self._offer(part, parent, [keys[i] for i in wanted], [table[i] for i in wanted], metadata)
             state.offered[index] = max(first, end)
-
-    @property
-    def _room(self) -> int:
-        """How many more blocks may be pinned."""
-        return int(self._pool.num_gpu_blocks) // _MAX_PINNED_SHARE - self._pinned_blocks
 
     def _plan_snapshots(self, state: _Request, found: list[tuple[int, int, int]], metadata: StepMetadata) -> None:
         """Offer snapshots as the engine hands them over: a block table does not tell where they are."""
@@ -336,16 +306,14 @@ class SchedulerConnector:
             for group, block, tokens in found:
                 number, rest = divmod(tokens, part.block_tokens)
                 known = part.snapshots and part.group == group and not rest and number <= len(state.keys[index])
-                if known and block and self._room > 0:
+                if known and block and self._pins.room > 0:
                     self._offer(part, None, [state.keys[index][number - 1]], [block], metadata)
 
     def _offer(
         self, part: Part, parent: bytes | None, keys: list[bytes], blocks: list[int], metadata: StepMetadata
     ) -> None:
         store = Store(part.name, next(self._jobs), not part.window_tokens, parent, b"".join(keys), blocks)
-        compat.touch(self._pool, blocks)
-        self._pinned[store.job] = (blocks, 0)
-        self._pinned_blocks += len(blocks)
+        self._pins.pin(store.job, blocks)
         metadata.stores.append(store)
 
     # -- results ------------------------------------------------------------------------------------------
@@ -377,12 +345,12 @@ class SchedulerConnector:
             if self._epoch.told(metadata.weights, metadata.noticed):
                 self._weights_changed()
             for job, count in metadata.stored.items():
-                self._count(job, count)
+                self._pins.through(job, count)
         self._last_output = now
 
     def _weights_changed(self) -> None:
         """Requests that began before keep KV of both weights; those that come are cached under a salt of their own."""
-        self._makers.clear()
+        self._keys.salt(self._epoch.salt)
         for state in self._requests.values():
             self._directory.drop(state.lookup)
             state.lookup, state.tokens, state.adapter = None, None, None
@@ -399,19 +367,10 @@ class SchedulerConnector:
         if tokens and self._pace is not None:
             self._pace.computing.sample(tokens, now - max(planned, self._last_output), now)
 
-    def _count(self, job: int, count: int) -> None:
-        blocks, through = self._pinned[job]
-        if through + count < self._world:
-            self._pinned[job] = (blocks, through + count)
-            return
-        compat.untouch(self._pool, blocks)
-        self._pinned_blocks -= len(blocks)
-        del self._pinned[job]
-
     @property
     def has_pins(self) -> bool:
         """The engine must keep stepping: ranks still have completions to report."""
-        return bool(self._pinned)
+        return bool(self._pins)
 
     def finished(self, request: Any) -> None:
         """The request is over. A load of it that still runs keeps its leases until the ranks report."""
@@ -421,10 +380,10 @@ class SchedulerConnector:
 
     def reset(self) -> bool:
         """Forget this engine's blocks in the daemon; False if that could not be confirmed."""
-        if self._pool is not None and compat.nothing_is_held(self._pool):
+        if self._pins.engine_is_empty:
             self._epoch.emptied()
         forgotten = self._epoch.forget()
-        self._makers.clear()
+        self._keys.salt(self._epoch.salt)
         for state in self._requests.values():
             self._directory.drop(state.lookup)
             state.lookup, state.tokens = None, None

@@ -23,7 +23,10 @@ from hpkv_daemon.movers.noop import NoopMover
 
 
 class BarePool:
-    """A size and a path: everything that the control process knows of a pool."""
+    """A size and a path: everything that the control process knows of a pool. Its index is real."""
+
+    cold = "a pool without memory"
+    identity = 0
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path

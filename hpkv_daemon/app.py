@@ -21,12 +21,14 @@ import uvloop
 from hpkv_client.address import read_key
 from hpkv_client.settings import Settings, report
 from hpkv_daemon.core.policy import POLICIES
+from hpkv_daemon.core.slots import extent_bytes_for
 from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.locks import InstanceLock
 from hpkv_daemon.movers.base import Mover
 from hpkv_daemon.movers.faults import Faults
 from hpkv_daemon.movers.host import HostMover
 from hpkv_daemon.pool.file import Pool
+from hpkv_daemon.pool.ledger import PoolLedger
 from hpkv_daemon.server.local import LocalRouter
 from hpkv_daemon.server.router import Router
 from hpkv_daemon.service.report import Identity
@@ -79,18 +81,49 @@ def serve(settings: Settings, origins: dict[str, str], progress: Progress) -> No
             progress(done_bytes, total_bytes)
 
         pool = Pool.open(Path(settings.pool_path), settings.pool_size, allocated)
+        useless = bool(pool.cold)
         try:
             lock.describe(pool.path)
-            uvloop.run(_run(settings, origins, pool, stop, goes_first))
+            with contextlib.closing(PoolLedger.open(pool, extent_bytes_for(pool.size))) as ledger:
+                store = _store(settings, pool, ledger)
+                stop.check()
+                uvloop.run(_run(settings, origins, pool, store, stop, goes_first))
+            useless = False
         finally:
-            pool.close(unlink=True)
+            # A daemon that never served leaves no memory behind; all others leave it to the next one.
+            pool.close(unlink=useless)
 
 
-async def _run(settings: Settings, origins: dict[str, str], pool: Pool, stop: _Stop, goes_first: bool) -> None:
-    loop = asyncio.get_running_loop()
+def _store(settings: Settings, pool: Pool, ledger: PoolLedger) -> BlockStore:
+    """The block store of the pool, with all that an earlier daemon left in it."""
     store = BlockStore(
-        pool.size, POLICIES[settings.policy], first_lease=secrets.randbits(40) << 20, quotas=settings.quotas
+        pool.size,
+        POLICIES[settings.policy],
+        extent_bytes_for(pool.size),
+        first_lease=secrets.randbits(40) << 20,
+        quotas=settings.quotas,
+        ledger=ledger,
     )
+    if ledger.cold:
+        log.info("starting cold: %s", ledger.cold)
+        return store
+    started = time.monotonic()
+    recorded = ledger.recorded()
+    blocks = store.restore(recorded)
+    log.info(
+        "restored %d blocks (%d bytes) in %.0f ms; %d were of no use",
+        blocks,
+        store.blocks.usage.resident_bytes,
+        1000 * (time.monotonic() - started),
+        len(recorded.slots) - blocks,
+    )
+    return store
+
+
+async def _run(
+    settings: Settings, origins: dict[str, str], pool: Pool, store: BlockStore, stop: _Stop, goes_first: bool
+) -> None:
+    loop = asyncio.get_running_loop()
     faults = Faults(settings.faults)
     if settings.faults:
         log.warning("fault hooks are on: %s", settings.faults)

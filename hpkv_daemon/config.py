@@ -13,7 +13,7 @@ from hpkv_client.settings import Settings, check_environment, config_path, load,
 from hpkv_client.values import format_size, ram_bytes
 from hpkv_daemon.directories import ensure_directory
 from hpkv_daemon.locks import ensure_socket_directory
-from hpkv_daemon.pool.file import FILE_NAME, available_bytes, no_room
+from hpkv_daemon.pool.file import FILE_NAME, INDEX_NAME, available_bytes, no_room
 
 MIN_POOL_BYTES = 1 << 20
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "hugetlbfs", "ramfs")
@@ -101,7 +101,7 @@ def _check_quotas(settings: Settings) -> None:
 
 
 def _check_room(settings: Settings) -> None:
-    held = _held_by_our_pool(settings.pool_path / FILE_NAME)
+    held = sum(_held_by_us(settings.pool_path / name) for name in (FILE_NAME, INDEX_NAME))
     available = available_bytes(settings.pool_path) + held
     if settings.pool_size > available:
         raise no_room(settings.pool_path, settings.pool_size, available)
@@ -120,8 +120,8 @@ def _free_memory_bytes() -> int:
     return sum(int(field[1]) * 1024 for field in fields if field[0] in ("MemAvailable:", "SwapFree:"))
 
 
-def _held_by_our_pool(path: Path) -> int:
-    """Bytes that a killed daemon's pool occupies: the next one takes them over."""
+def _held_by_us(path: Path) -> int:
+    """Bytes that a file of an earlier daemon occupies: the next one takes them over."""
     try:
         info = path.lstat()
     except OSError:

@@ -170,8 +170,10 @@ def _spawn(settings: Settings, flags: Mapping[str, object], report_fd: int) -> s
         os.close(log)
 
 
-def stop_daemon(socket_path: Path, timeout: float, force: bool) -> int:
-    """End the daemon that owns the socket path and wait until it is gone; its pid.
+def stop_daemon(socket_path: Path, timeout: float, force: bool) -> tuple[int, Path | None]:
+    """End the daemon that owns the socket path and wait until it is gone; its pid and the directory of its pool.
+
+    None for the directory: it had not got that far.
 
     Raises ``NotRunning``, ``NotPermitted``, or ``HpkvError`` if it has not ended after ``timeout`` seconds;
     with ``force`` it is killed then.
@@ -197,7 +199,7 @@ def stop_daemon(socket_path: Path, timeout: float, force: bool) -> int:
         # A killed daemon could not clean up behind itself.
         with InstanceLock(socket_path):
             pass
-    return holder.pid
+    return holder.pid, Path(holder.pool).parent if holder.pool else None
 
 
 def _nothing_to_stop(socket_path: Path) -> NotRunning:

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import click
@@ -112,13 +113,36 @@ def _allocation_bar() -> Iterator[Any]:
 @click.command()
 @reply_timeout(30.0)
 @click.option("--force", is_flag=True, help="Kill it if it has not ended by then.")
-@setting_options(*CLIENT_SETTINGS)
-def stop(timeout: float, force: bool, **flags: Any) -> None:
-    """Stop the daemon and wait until it is gone."""
+@click.option("--discard", is_flag=True, help="Forget its blocks and free their memory, also if it has ended before.")
+@setting_options(*CLIENT_SETTINGS, "pool_path")
+def stop(timeout: float, force: bool, discard: bool, **flags: Any) -> None:
+    """Stop the daemon and wait until it is gone. Its pool stays for the next one unless told otherwise."""
     from hpkv_daemon.cli.launching import stop_daemon
 
-    pid = stop_daemon(client_settings(flags).socket, timeout, force)
-    note(f"pid {pid} has ended")
+    settings = client_settings(flags)
+    pool = settings.pool_path
+    ended = False
+    try:
+        pid, pool_of_daemon = stop_daemon(settings.socket, timeout, force)
+        ended, pool = True, pool_of_daemon or pool
+        stays = "" if discard else "; its blocks stay in memory for the next one, 'hpkvd stop --discard' frees it"
+        note(f"pid {pid} has ended{stays}")
+    except NotRunning:
+        if not discard:
+            raise
+    if discard:
+        _discard(pool, ended)
+
+
+def _discard(directory: Path, ended: bool) -> None:
+    from hpkv_client.values import format_size
+    from hpkv_daemon.pool.file import discard
+
+    freed = discard(directory)
+    if freed:
+        note(f"removed the pool in {directory}: {format_size(freed)} are free again")
+    elif not ended:
+        raise NotRunning(f"no hpkvd and no pool in {directory}", "nothing to stop")
 
 
 @click.command()

@@ -11,6 +11,7 @@ from hpkv_client.types import KEY_BYTES, BlockKey
 from hpkv_client.values import Quota
 from hpkv_daemon.core.departures import Departures, Reason
 from hpkv_daemon.core.index import NONE, BlockTable, Namespace, State
+from hpkv_daemon.core.ledger import Ledger, NoLedger, Recorded, parents_first
 from hpkv_daemon.core.policy import Policy
 from hpkv_daemon.core.quotas import Account, Accounts
 from hpkv_daemon.core.slots import SlotPool
@@ -50,7 +51,12 @@ class Blocks:
     """
 
     def __init__(
-        self, pool_bytes: int, policy: Callable[[], Policy], extent_bytes: int | None, quotas: Sequence[Quota]
+        self,
+        pool_bytes: int,
+        policy: Callable[[], Policy],
+        extent_bytes: int | None,
+        quotas: Sequence[Quota],
+        ledger: Ledger | None = None,
     ) -> None:
         self.slots = SlotPool(pool_bytes, extent_bytes)
         self.table = BlockTable()
@@ -58,7 +64,9 @@ class Blocks:
         self.usage = Usage()
         self.counters: Counter[str] = Counter()
         self.departures = Departures()
+        self.restored_blocks = 0
         self.tick = 0
+        self._ledger = ledger or NoLedger()
         self._make_policy = policy
         self.accounts = Accounts(quotas, pool_bytes)
         self._policies: list[list[tuple[Account, Policy]]] = []
@@ -82,8 +90,10 @@ class Blocks:
         if policy is None:
             policy = self._make_policy()
             self._policies[size_class].append((account, policy))
-        self.namespaces.append(Namespace(fingerprint, block_bytes, size_class, account, policy))
-        return len(self.namespaces) - 1
+        self.namespaces.append(Namespace(fingerprint, block_bytes, size_class, tenant, account, policy))
+        number = len(self.namespaces) - 1
+        self._ledger.opened(number, fingerprint, block_bytes, tenant)
+        return number
 
     def namespace_of(self, slot: int) -> Namespace:
         """The namespace of the block in the slot."""
@@ -109,6 +119,7 @@ class Blocks:
         self.tick += 1
         self._policy(slot).touch(slot, self.tick)
         self._extent_use[self.slots.extent_of(slot)] = self.tick
+        self._ledger.used(slot, self.tick)
 
     def pin(self, slot: int) -> None:
         """Forbid eviction until the matching ``unpin``."""
@@ -136,12 +147,10 @@ class Blocks:
         home = self.namespaces[namespace]
         if parent != NONE:
             self.pin(parent)
-        slot = self._free_slot(home) if self._keep_below_maximum(home) else NONE
+        slot = self._free_slot(home) if self._keep_below_maximum(home.account, home.block_bytes) else NONE
         if slot != NONE:
             home.account.held += home.block_bytes
-            self.table.ensure(self.slots.capacity)
-            if len(self._exposed) < len(self.table.state):
-                self._exposed.extend(bytes(len(self.table.state) - len(self._exposed)))
+            self._ensure_columns()
             self.table.attach(slot, namespace, key, parent, State.RESERVED)
             home.slots[key] = slot
             self.usage.reserved_blocks += 1
@@ -149,18 +158,68 @@ class Blocks:
             self.unpin(parent)
         return slot
 
+    def _ensure_columns(self) -> None:
+        self.table.ensure(self.slots.capacity)
+        if len(self._exposed) < len(self.table.state):
+            self._exposed.extend(bytes(len(self.table.state) - len(self._exposed)))
+
     def make_resident(self, slot: int) -> None:
         """Bytes and parent are there: the block is visible from now on, and immutable."""
         self.table.state[slot] = State.RESIDENT
         self.tick += 1
-        self._policy(slot).admit(slot, self.key_of(slot), self.tick)
-        self._extent_use[self.slots.extent_of(slot)] = self.tick
+        number, key, offset = self.table.namespace[slot], self.key_of(slot), self.slots.offset(slot)
+        home = self.namespaces[number]
+        home.policy.admit(slot, key, self.tick)
+        self._extent_use[offset // self.slots.extent_bytes] = self.tick
         self.usage.reserved_blocks -= 1
         self.usage.resident_blocks += 1
-        home = self.namespace_of(slot)
         self.usage.resident_bytes += home.block_bytes
         home.used = True
         self._refresh(slot)
+        self._ledger.kept(slot, number, key, offset, self.table.parent[slot], self.tick)
+
+    def restore(self, recorded: Recorded, numbers: Sequence[int]) -> int:
+        """Take over the blocks of an earlier life, in their slots; how many. Only in an empty pool.
+
+        ``numbers``: of each recorded namespace, ``NONE`` for one that cannot be opened here. What makes no sense,
+        and what lies below it, is struck out of the ledger and left out. So are blocks of an account that holds
+        more than it may now, the oldest first.
+        """
+        homes = [numbers[home] for home in recorded.homes]
+        classes = (self.namespaces[number].size_class if number != NONE else NONE for number in homes)
+        usable = self.slots.adopt(zip(recorded.slots, classes, recorded.offsets, strict=True))
+        self._ensure_columns()
+        table, extent_bytes = self.table, self.slots.extent_bytes
+        placed = array("q")
+        for position in parents_first(recorded.slots, recorded.parents, usable):
+            slot, number, key = recorded.slots[position], homes[position], recorded.key(position)
+            parent, tick, home = recorded.parents[position], recorded.ticks[position], self.namespaces[number]
+            strange = parent != NONE and (table.state[parent] != State.RESIDENT or table.namespace[parent] != number)
+            if strange or key in home.slots:
+                continue
+            table.attach(slot, number, key, parent, State.RESIDENT)
+            home.slots[key] = slot
+            home.policy.admit(slot, key, tick)
+            home.account.held += home.block_bytes
+            home.used = True
+            self.usage.resident_blocks += 1
+            self.usage.resident_bytes += home.block_bytes
+            extent = recorded.offsets[position] // extent_bytes
+            self._extent_use[extent] = max(tick, self._extent_use[extent])
+            placed.append(position)
+        for position, slot in enumerate(recorded.slots):
+            if not usable[position]:
+                self._ledger.gone(slot)
+            elif table.state[slot] == State.FREE:
+                self._ledger.gone(slot)
+                self.slots.release(slot)
+        for position in sorted(placed, key=recorded.ticks.__getitem__):
+            self.tick = recorded.ticks[position]
+            self._refresh(recorded.slots[position])
+        for account in self.accounts:
+            self._keep_below_maximum(account, 0)
+        self.restored_blocks = self.usage.resident_blocks
+        return self.restored_blocks
 
     def condemn(self, slot: int) -> None:
         """Hide a block at once and for good; it is freed when nobody reads, writes or hangs under it."""
@@ -204,9 +263,11 @@ class Blocks:
 
     def _leave(self, slot: int) -> None:
         home, key = self.namespace_of(slot), self.key_of(slot)
+        # Before anything else may use the slot: a death right after this must not show its next bytes as this block.
+        self._ledger.gone(slot)
         del home.slots[key]
         self._exposed[slot] = 0
-        self._policy(slot).forget(slot, key)
+        home.policy.forget(slot, key)
         self.usage.resident_blocks -= 1
         self.usage.resident_bytes -= home.block_bytes
 
@@ -233,15 +294,16 @@ class Blocks:
         self._exposed[slot] = evictable
         if evictable:
             self._policy(slot).expose(slot, last_use)
+            if last_use:
+                self._ledger.used(slot, self._policy(slot).last_use(slot))
         else:
             self._policy(slot).hide(slot)
 
     # -- room ---------------------------------------------------------------------------------------------
 
-    def _keep_below_maximum(self, home: Namespace) -> bool:
-        """Whether the account may hold one block more, at the cost of its own oldest ones if needed."""
-        account = home.account
-        while account.exceeds(home.block_bytes):
+    def _keep_below_maximum(self, account: Account, size: int) -> bool:
+        """Whether the account may hold ``size`` bytes more, at the cost of its own oldest blocks if needed."""
+        while account.exceeds(size):
             mine = [policy for policies in self._policies for owner, policy in policies if owner is account]
             victim = _oldest(mine)
             if victim is None:

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from enum import IntEnum
 
 from hpkv_client.types import KEY_BYTES, BlockKey, Keys
+from hpkv_daemon.core.ledger import NONE
 from hpkv_daemon.core.policy import Policy
 from hpkv_daemon.core.quotas import Account
 
-NONE = -1
+__all__ = ["NONE", "BlockTable", "Namespace", "State", "longest_prefix"]
 
 
 class State(IntEnum):
@@ -35,9 +36,12 @@ class State(IntEnum):
 class Namespace:
     """The blocks of one model and KV format."""
 
-    __slots__ = ("account", "block_bytes", "fingerprint", "policy", "size_class", "slots", "used")
+    __slots__ = ("account", "block_bytes", "fingerprint", "policy", "size_class", "slots", "tenant", "used")
 
-    def __init__(self, fingerprint: bytes, block_bytes: int, size_class: int, account: Account, policy: Policy) -> None:
+    def __init__(
+        self, fingerprint: bytes, block_bytes: int, size_class: int, tenant: str, account: Account, policy: Policy
+    ) -> None:
+        self.tenant = tenant
         self.account = account
         self.policy = policy
         """Orders its blocks, and those of the same size of the same account."""

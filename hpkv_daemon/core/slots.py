@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 ALIGNMENT = 4096
@@ -157,6 +158,89 @@ class SlotPool:
         self._empty.add(span)
         size_class.free[first] = slots[::-1]
         size_class.open.append(first)
+
+    def adopt(self, claims: Iterable[tuple[int, int, int]]) -> bytearray:
+        """Give out exactly these slots: (number, class, byte offset). Only in a pool that has given out none.
+
+        One byte for each claim: 0 for one that makes no sense here, because it lies where its class has no slot,
+        where another class has got a span, or has a number or a place that was given out before.
+        """
+        assert not self._offset, "slots are adopted before any other is given out"
+        most = self.extents * self.extent_bytes // ALIGNMENT
+        places: dict[tuple[int, int], array[int]] = {}
+        known = bytearray(most)
+        accepted = bytearray()
+        for slot, number, offset in claims:
+            place = self._place_of(number, offset) if 0 <= slot < most and not known[slot] else None
+            if place is not None:
+                span, position = place
+                slots = places.get(span)
+                if slots is None:
+                    slots = places[span] = self._adopt_span(span)
+                if slots[position] < 0:
+                    slots[position] = slot
+                    known[slot] = 1
+                    accepted.append(1)
+                    continue
+            accepted.append(0)
+        highest = known.rfind(1) + 1
+        self._offset.frombytes(bytes(self._offset.itemsize * highest))
+        self._class.extend(array("i", [-1]) * highest)
+        self._unused_numbers = array("i", (slot for slot in range(highest - 1, -1, -1) if not known[slot]))
+        for span, slots in places.items():
+            self._fill_span(span, slots)
+        return accepted
+
+    def _place_of(self, number: int, offset: int) -> tuple[tuple[int, int], int] | None:
+        """The span, open or possible, and the position in it of a slot at this offset.
+
+        A class has at most one: were there two, the shorter span between them would waste nothing and be its own.
+        """
+        if number < 0 or not 0 <= offset < self.extents * self.extent_bytes:
+            return None
+        size_class = self.classes[number]
+        extent = offset // self.extent_bytes
+        there = self._span_of_extent[extent]
+        if there is not None:
+            if there[0] != number:
+                return None
+            firsts = range(there[1], there[1] + 1)
+        else:
+            highest = min(extent, self.extents - size_class.span_extents)
+            firsts = range(max(0, extent - size_class.span_extents + 1), highest + 1)
+        for first in firsts:
+            position, rest = divmod(offset - first * self.extent_bytes, size_class.slot_bytes)
+            if not rest and position < size_class.slots_per_span:
+                mine = there is not None
+                if mine or not self.spans_over(first, size_class.span_extents):
+                    return (number, first), position
+        return None
+
+    def _adopt_span(self, span: tuple[int, int]) -> array[int]:
+        """Claim the extents of a span; its slots are not numbered yet (-1)."""
+        number, first = span
+        size_class = self.classes[number]
+        for extent in range(first, first + size_class.span_extents):
+            self._span_of_extent[extent] = span
+        return array("i", [-1]) * size_class.slots_per_span
+
+    def _fill_span(self, span: tuple[int, int], slots: array[int]) -> None:
+        """Number the slots of a span that nobody claimed; they are free."""
+        number, first = span
+        size_class = self.classes[number]
+        base = first * self.extent_bytes
+        free = array("i")
+        for position, slot in enumerate(slots):
+            if slot < 0:
+                slot = self._unused_numbers.pop() if self._unused_numbers else self._new_number()
+                slots[position] = slot
+                free.append(slot)
+            self._offset[slot] = base + position * size_class.slot_bytes
+            self._class[slot] = number
+        self._slots_of_span[span] = slots
+        size_class.free[first] = free[::-1]
+        if free:
+            size_class.open.append(first)
 
     def _new_number(self) -> int:
         self._offset.append(0)

@@ -13,6 +13,7 @@ from hpkv_daemon.core.blocks import Blocks
 from hpkv_daemon.core.departures import Reason
 from hpkv_daemon.core.index import NONE, State, longest_prefix
 from hpkv_daemon.core.leases import Lease, LeaseTable
+from hpkv_daemon.core.ledger import Ledger, Recorded, RecordedNamespace
 from hpkv_daemon.core.policy import Policy
 
 KEPT = -1
@@ -58,8 +59,9 @@ class BlockStore:
         extent_bytes: int | None = None,
         first_lease: int = 1,
         quotas: Sequence[Quota] = (),
+        ledger: Ledger | None = None,
     ) -> None:
-        self.blocks = Blocks(pool_bytes, policy, extent_bytes, quotas)
+        self.blocks = Blocks(pool_bytes, policy, extent_bytes, quotas, ledger)
         self.leases = LeaseTable(first_lease)
         self._by_fingerprint: dict[bytes, int] = {}
         self._reservations: dict[int, Reservation] = {}
@@ -96,6 +98,23 @@ class BlockStore:
     def find_namespace(self, fingerprint: bytes) -> int | None:
         """Number of a namespace that was opened before."""
         return self._by_fingerprint.get(fingerprint)
+
+    # -- an earlier life ----------------------------------------------------------------------------------
+
+    def restore(self, recorded: Recorded) -> int:
+        """Make the blocks that an earlier store left in this pool resident again; how many.
+
+        Only before anything else was asked of this store. What makes no sense is left out.
+        """
+        return self.blocks.restore(recorded, [self._reopen(known) for known in recorded.namespaces])
+
+    def _reopen(self, known: RecordedNamespace) -> int:
+        if known.fingerprint in self._by_fingerprint:
+            return NONE
+        try:
+            return self.open_namespace(known.fingerprint, known.block_bytes, known.tenant)
+        except UsageError:
+            return NONE
 
     # -- reading ------------------------------------------------------------------------------------------
 

@@ -99,6 +99,7 @@ def _pool(identity: Identity, store: BlockStore) -> Body:
         "extent_bytes": slots.extent_bytes,
         "extents": slots.extents,
         "free_extents": slots.free_extents(),
+        "restored_blocks": store.blocks.restored_blocks,
         "resident_blocks": usage.resident_blocks,
         "resident_bytes": usage.resident_bytes,
         "reserved_blocks": usage.reserved_blocks,
@@ -114,7 +115,7 @@ def _namespaces(store: BlockStore, engines: list[Engine], explanations: Explanat
         found.append(
             {
                 "id": namespace.fingerprint.hex(),
-                "model": explanations.model_of(number),
+                "model": explanations.model_of(number) or namespace.tenant,
                 "block_bytes": namespace.block_bytes,
                 "block_tokens": engine.block_tokens if engine else 0,
                 "blocks": len(namespace.slots),

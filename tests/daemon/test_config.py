@@ -155,7 +155,7 @@ def test_two_instances_with_default_paths_do_not_meet(tmp_path: Path) -> None:
             crossed.close()
     finally:
         for env, path in zip(envs, paths, strict=True):
-            assert hpkvd("stop", env=env).returncode == 0
+            assert hpkvd("stop", "--discard", env=env).returncode == 0
             assert list(Path(path["pool_path"]).iterdir()) == []
             Path(path["pool_path"]).rmdir()
             Path(path["socket"]).with_suffix(".log").unlink()

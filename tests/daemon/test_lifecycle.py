@@ -32,20 +32,24 @@ def pid_on(env: dict[str, str]) -> int:
     return pid
 
 
+KEPT = ["index", "pool"]
+"""What a daemon that served leaves to the next one."""
+
+
 def left_behind(env: dict[str, str]) -> list[str]:
     """What lies in the directories of socket and pool, beside configuration and logs."""
     socket, pool = Path(env["HPKV_SOCKET"]).parent, Path(env["HPKV_SHARE_MEM_FILE_PATH"])
     names = [path.name for directory in (socket, pool) for path in directory.iterdir()]
-    return [name for name in names if not name.endswith((".toml", ".out", ".log"))]
+    return sorted(name for name in names if not name.endswith((".toml", ".out", ".log")))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_every_stop_signal_ends_it_cleanly(daemon: DaemonFactory, number: signal.Signals) -> None:
     handle = daemon()
-    assert left_behind(handle.env) != []
+    assert left_behind(handle.env) == ["hpkvd.sock", "hpkvd.sock.lock", *KEPT, "pool.lock"]
     handle.process.send_signal(number)
     assert handle.process.wait(10) == 0
-    assert left_behind(handle.env) == []
+    assert left_behind(handle.env) == KEPT
 
 
 def test_stop_ends_it_cleanly_and_waits(daemon: DaemonFactory) -> None:
@@ -53,7 +57,8 @@ def test_stop_ends_it_cleanly_and_waits(daemon: DaemonFactory) -> None:
     done = hpkvd("stop", env=handle.env)
     assert done.returncode == 0
     assert str(handle.pid) in done.stderr
-    assert left_behind(handle.env) == []
+    assert "--discard" in done.stderr
+    assert left_behind(handle.env) == KEPT
     assert handle.process.wait(1) == 0
 
 
@@ -63,7 +68,7 @@ def test_signals_that_rain_down_until_the_end_change_nothing(daemon: DaemonFacto
         handle.process.send_signal(signal.SIGTERM)
         time.sleep(0.001)
     assert handle.process.wait() == 0
-    assert left_behind(handle.env) == []
+    assert left_behind(handle.env) == KEPT
 
 
 @pytest.mark.parametrize("what", ["lock", "pool"])
@@ -87,9 +92,10 @@ def test_twenty_crashes_on_a_tmpfs_of_one_and_a_half_pools(daemon: DaemonFactory
     for _ in range(20):
         handle.kill()
         handle.restart()
-        assert sorted(path.name for path in directory.iterdir()) == ["foreign", "pool", "pool.lock"]
+        assert sorted(path.name for path in directory.iterdir()) == ["foreign", *KEPT, "pool.lock"]
     assert (directory / "foreign").read_text() == "mine"
     assert handle.stop() == 0
+    assert hpkvd("stop", "--discard", env=handle.env).returncode == 0
     assert [path.name for path in directory.iterdir()] == ["foreign"]
 
 
@@ -108,7 +114,7 @@ def test_start_is_detached_waits_and_may_be_repeated(daemon: DaemonFactory) -> N
         assert restarted["epoch"] != first["epoch"]
         assert "ready" in Path(env["HPKV_SOCKET"]).with_suffix(".log").read_text()
     finally:
-        assert hpkvd("stop", env=env).returncode == 0
+        assert hpkvd("stop", "--discard", env=env).returncode == 0
     assert left_behind(env) == []
 
 

@@ -109,8 +109,6 @@ class BlockStore:
         return self.blocks.restore(recorded, [self._reopen(known) for known in recorded.namespaces])
 
     def _reopen(self, known: RecordedNamespace) -> int:
-        if known.fingerprint in self._by_fingerprint:
-            return NONE
         try:
             return self.open_namespace(known.fingerprint, known.block_bytes, known.tenant)
         except UsageError:

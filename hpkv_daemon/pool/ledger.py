@@ -166,26 +166,27 @@ class PoolLedger:
     def recorded(self) -> Recorded:
         """Its blocks, in no order. Once, before anything is written."""
         found = self._read_records()
-        homes = self._read_namespaces()
-        counts = found["state"] == _COUNTS
-        entries = np.full(MAX_NAMESPACES + 1, NONE, np.int64)
-        entries[list(homes)] = np.arange(len(homes))
-        good = counts & (found["entry"] < MAX_NAMESPACES) & (found["use"] < _MAX_TICK)
+        pages = self._read_namespaces()
+        named = np.zeros(MAX_NAMESPACES + 1, bool)
+        named[list(pages)] = True
+        good = (found["state"] == _COUNTS) & (found["use"] < _MAX_TICK)
+        good &= named[np.minimum(found["entry"], MAX_NAMESPACES)]
         good &= found["place"].astype(np.int64) * ALIGNMENT < self._pool_bytes
-        good &= entries[np.minimum(found["entry"], MAX_NAMESPACES)] != NONE
         for slot in np.flatnonzero(~good & (found["state"] != 0)).tolist():
             self.gone(slot)
         slots = np.flatnonzero(good)
-        blocks = {name: found[name][slots] for name in ("key", "use", "place", "above", "entry")}
-        self._forget_empty(homes, set(np.flatnonzero(np.bincount(blocks["entry"])).tolist()))
+        entries = found["entry"][slots]
+        used = self._keep_pages(pages, set(np.flatnonzero(np.bincount(entries)).tolist()))
+        homes = np.zeros(MAX_NAMESPACES, np.int64)
+        homes[used] = np.arange(len(used))
         return Recorded(
-            list(homes.values()),
+            [pages[entry] for entry in used],
             _column(slots),
-            _column(entries[blocks["entry"]]),
-            _column(blocks["place"].astype(np.int64) * ALIGNMENT),
-            _column(blocks["above"].astype(np.int64) - 1),
-            _column(blocks["use"]),
-            blocks["key"].tobytes(),
+            _column(homes[entries]),
+            _column(found["place"][slots].astype(np.int64) * ALIGNMENT),
+            _column(found["above"][slots].astype(np.int64) - 1),
+            _column(found["use"][slots]),
+            found["key"][slots].tobytes(),
         )
 
     def _read_records(self) -> npt.NDArray[np.void]:
@@ -210,13 +211,14 @@ class PoolLedger:
                 found[entry] = RecordedNamespace(fingerprint, block_bytes, tenant)
         return found
 
-    def _forget_empty(self, homes: dict[int, RecordedNamespace], used: set[int]) -> None:
-        """Give back the pages of namespaces without a block: they would fill the table in the end."""
-        for entry, known in homes.items():
-            if entry in used and known not in self._known:
-                self._known[known] = entry
+    def _keep_pages(self, pages: dict[int, RecordedNamespace], used: set[int]) -> list[int]:
+        """The pages in use. Those of namespaces without a block are given back, or they would fill the table."""
+        for entry, known in pages.items():
+            if entry in used:
+                self._known.setdefault(known, entry)
             else:
                 _NAMESPACE.pack_into(self._bytes, (1 + entry) * PAGE_BYTES, 0, 0, 0, b"")
+        return sorted(used)
 
     # -- what this one writes -----------------------------------------------------------------------------
 

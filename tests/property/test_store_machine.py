@@ -98,10 +98,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(extents=st.integers(4, 9))
     def start(self, extents: int) -> None:
-        self.store = BlockStore(extents * EXTENT, POLICIES[self.policy], EXTENT)
         self.pages = [0] * (extents * EXTENT // ALIGNMENT)
+        self.store = self.new_store(extents * EXTENT)
         for number, size in enumerate(BLOCK_BYTES):
             assert self.store.open_namespace(bytes([number]) * 32, size) == number
+
+    def new_store(self, pool_bytes: int) -> BlockStore:
+        return BlockStore(pool_bytes, POLICIES[self.policy], EXTENT)
 
     # -- the pool's bytes ---------------------------------------------------------------------------------
 

@@ -294,8 +294,6 @@ class Blocks:
         self._exposed[slot] = evictable
         if evictable:
             self._policy(slot).expose(slot, last_use)
-            if last_use:
-                self._ledger.used(slot, self._policy(slot).last_use(slot))
         else:
             self._policy(slot).hide(slot)
 

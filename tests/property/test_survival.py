@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from hpkv_client.types import BlockKey
+from hpkv_daemon.core.ledger import NONE
 from hpkv_daemon.core.policy import POLICIES
 from hpkv_daemon.core.slots import ALIGNMENT
 from hpkv_daemon.core.store import BlockStore
@@ -80,8 +81,11 @@ class MortalStore(StoreMachine):
         assert self.ledger is not None
         self.instants.append((snapshot(self.ledger), list(self.pages)))
 
-    def restored(self, taken: Any) -> dict[tuple[int, int, bytes], int]:
-        """What a daemon that starts on this copy of the index serves: slot by (block size, offset, key)."""
+    def restored(self, taken: Any) -> dict[tuple[int, int, bytes], tuple[int, int]]:
+        """What a daemon that starts on this copy of the index serves.
+
+        Slot and parent by namespace, offset and key.
+        """
         copy = PoolFile(self.copy / "pool", self.pool.size)
         write_snapshot(copy.index, taken)
         store, ledger = reopened(copy, EXTENT, self.policy)
@@ -92,7 +96,7 @@ class MortalStore(StoreMachine):
         for namespace in store.blocks.namespaces:
             number = namespace.fingerprint[0]
             for block_key, slot in namespace.slots.items():
-                found[number, store.offset(slot), block_key] = slot
+                found[number, store.offset(slot), block_key] = slot, store.blocks.table.parent[slot]
         return found
 
     @invariant()
@@ -108,11 +112,12 @@ class MortalStore(StoreMachine):
     @invariant()
     def the_index_tells_exactly_what_is_resident(self) -> None:
         assert self.ledger is not None
-        expected = {
-            (namespace, self.store.offset(block.slot), key(namespace, path)): block.slot
-            for (namespace, path), block in self.visible.items()
-            if block.state == "resident"
-        }
+        expected = {}
+        for (namespace, path), block in self.visible.items():
+            if block.state == "resident":
+                above = NONE if block.parent is None else self.visible[namespace, block.parent].slot
+                place = namespace, self.store.offset(block.slot), key(namespace, path)
+                expected[place] = block.slot, above
         assert self.restored(snapshot(self.ledger)) == expected
 
     @rule(sure=st.integers(0, 2))

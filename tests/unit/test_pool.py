@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from hpkv_client.errors import Busy, ConfigError, NotPermitted
-from hpkv_daemon.pool.file import STEP_BYTES, Pool
+from hpkv_daemon.pool import file
+from hpkv_daemon.pool.file import STEP_BYTES, Pool, discard
 
 MIB = 1 << 20
 NOBODY = 65534
@@ -196,3 +197,77 @@ def test_a_file_that_an_orphaned_mover_still_maps_is_waited_for(tmp_path: Path, 
     opener.join(10)
     assert waited
     assert [pool.size for pool in opened] == [MIB]
+
+
+def test_a_mover_that_does_not_go_is_named_and_the_pool_left(
+    tmp_path: Path, pools: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file, "_MOVERS_LEAVE_SECONDS", 0.2)
+    first = pools(tmp_path, MIB)
+    (tmp_path / "index").write_text("precious")
+    mover = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(first.fileno(),))
+    first.close(unlink=False)
+    try:
+        for attempt in (lambda: pools(tmp_path, MIB), lambda: pools(tmp_path, 2 * MIB), lambda: discard(tmp_path)):
+            with pytest.raises(Busy, match="still mapped by a mover") as caught:
+                attempt()
+            assert "fuser -k" in caught.value.hint
+        assert (tmp_path / "index").read_text() == "precious"
+        assert (tmp_path / "pool").stat().st_size == MIB
+    finally:
+        mover.communicate(b"\n")
+    assert pools(tmp_path, MIB).cold == ""
+
+
+def test_a_pool_says_why_its_bytes_are_nobodys_and_the_index_goes_first(
+    tmp_path: Path, pools: Callable[..., Pool]
+) -> None:
+    index = tmp_path / "index"
+
+    def reopened(size: int) -> str:
+        pool = pools(tmp_path, size)
+        pool.close(unlink=False)
+        return pool.cold
+
+    assert reopened(MIB) == "there was none"
+    assert reopened(MIB) == "the pool there has no index"
+    index.touch()
+    assert reopened(MIB) == ""
+    assert reopened(2 * MIB) == f"the pool there has {MIB} bytes, not {2 * MIB}"
+    assert not index.exists()
+    index.touch()
+    (tmp_path / "pool").unlink()
+    assert reopened(MIB) == "the index there has no pool"
+    assert not index.exists()
+
+
+def test_a_pool_that_is_taken_over_keeps_its_bytes_whatever_ends_the_start(
+    tmp_path: Path, pools: Callable[..., Pool]
+) -> None:
+    killed_in_possession(tmp_path, MIB)
+    (tmp_path / "index").touch()
+
+    def stop(_done: int, _total: int) -> None:
+        raise SystemExit(0)
+
+    with pytest.raises(SystemExit):
+        pools(tmp_path, MIB, stop)
+    pool = pools(tmp_path, MIB)
+    assert os.pread(pool.fileno(), 11, 0) == b"left behind"
+
+
+def test_to_discard_frees_everything_and_spares_what_is_foreign(tmp_path: Path, pools: Callable[..., Pool]) -> None:
+    (tmp_path / "foreign").write_text("mine")
+    assert discard(tmp_path) == 0
+    assert discard(tmp_path / "missing") == 0
+    pools(tmp_path, MIB).close(unlink=False)
+    (tmp_path / "index").write_bytes(bytes(4096))
+    assert discard(tmp_path) >= MIB + 4096
+    assert [path.name for path in tmp_path.iterdir()] == ["foreign"]
+
+
+def test_a_pool_in_use_is_not_discarded(tmp_path: Path, pools: Callable[..., Pool]) -> None:
+    pool = pools(tmp_path, MIB)
+    with pytest.raises(Busy, match=f"pid {os.getpid()}"):
+        discard(tmp_path)
+    assert pool.path.exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hpkv_client.types import KEY_BYTES, BlockKey
@@ -437,6 +437,15 @@ class Blocks:
         assert count == self.usage, f"counted {count}, kept {self.usage}"
         for number, namespace in enumerate(self.namespaces):
             assert len(namespace.slots) == found[number], f"namespace {number} lists slots not in use"
+        self._ledger.check(self._resident())
+
+    def _resident(self) -> Iterator[tuple[int, int, BlockKey, int, int]]:
+        """What the ledger was told of every resident block."""
+        table = self.table
+        for number, namespace in enumerate(self.namespaces):
+            for key, slot in namespace.slots.items():
+                if table.state[slot] == State.RESIDENT:
+                    yield slot, number, key, self.slots.offset(slot), table.parent[slot]
 
     def _check_slot(self, slot: int, count: Usage, found: Counter[int]) -> None:
         table, state = self.table, self.table.state[slot]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,6 +31,12 @@ class Ledger(Protocol):
     def gone(self, slot: int) -> None:
         """The block in the slot is not resident any more."""
 
+    def check(self, resident: Iterable[tuple[int, int, BlockKey, int, int]]) -> None:
+        """Raise ``AssertionError`` unless exactly these blocks are entered, but for those that found no room.
+
+        Each with the first five arguments that ``kept`` was called with. Cost: one pass over all of them.
+        """
+
 
 class NoLedger:
     """Writes nothing down: for pools that end with their daemon."""
@@ -45,6 +51,9 @@ class NoLedger:
         """See ``Ledger``."""
 
     def gone(self, slot: int) -> None:
+        """See ``Ledger``."""
+
+    def check(self, resident: Iterable[tuple[int, int, BlockKey, int, int]]) -> None:
         """See ``Ledger``."""
 
 

@@ -19,6 +19,7 @@ import mmap
 import os
 import struct
 from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -125,23 +126,28 @@ class PoolLedger:
         if self.cold:
             os.ftruncate(self._fd, 0)
         os.ftruncate(self._fd, size := _file_bytes(self._fd, self._pool_bytes))
-        if not self._allocate(0, PAGE_BYTES):
-            return
+        namespaces, records = (0, 0) if self.cold else _ALLOCATED.unpack(os.pread(self._fd, 8, _HEADER.size))
         try:
+            # What is allocated already costs nothing; in a damaged file it may not be.
+            os.posix_fallocate(self._fd, 0, (1 + namespaces) * PAGE_BYTES)
+            if records:
+                os.posix_fallocate(self._fd, RECORDS_AT, records * RECORD_BYTES)
             # Without NORESERVE a file of huge pages would claim them for every record there may ever be.
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_NORESERVE", 0x4000)
             self._map = mmap.mmap(self._fd, size, flags)
         except OSError as problem:
+            # It must not stay as it is: the pool's bytes are about to change, and nobody would tell it.
+            os.ftruncate(self._fd, 0)
+            self.cold = self.cold or f"the index cannot be mapped ({problem.strerror})"
             self._stop_growing(problem)
             return
         self._bytes = memoryview(self._map)
-        records = self._bytes[RECORDS_AT:]
-        self._uses, self._states = records.cast("Q"), records.cast("I")
+        places = self._bytes[RECORDS_AT:]
+        self._uses, self._states = places.cast("Q"), places.cast("I")
+        self._namespaces, self._records = namespaces, records
         if self.cold:
             self._bytes[len(MAGIC) : len(header)] = header[len(MAGIC) :]
             self._bytes[: len(MAGIC)] = MAGIC
-        else:
-            self._namespaces, self._records = _ALLOCATED.unpack_from(self._bytes, _HEADER.size)
 
     def close(self) -> None:
         """Let the file go; it stays. May be called again."""
@@ -150,6 +156,7 @@ class PoolLedger:
         if self._map is not None:
             for view in (self._uses, self._states, self._bytes):
                 view.release()
+            self._bytes = self._uses = self._states = memoryview(b"")
             self._map.close()
             self._map = None
         os.close(self._fd)
@@ -269,6 +276,22 @@ class PoolLedger:
         """See ``Ledger``."""
         if slot < self._records:
             self._states[slot * _STATE_WORDS + _STATE_WORD] = 0
+
+    def check(self, resident: Iterable[tuple[int, int, BlockKey, int, int]]) -> None:
+        """See ``Ledger``."""
+        expected = 0
+        for slot, namespace, key, offset, parent in resident:
+            entry = self._entries[namespace]
+            if entry == NONE or slot >= self._records:
+                continue
+            there, _, place, above, home = _RECORD.unpack_from(self._bytes, RECORDS_AT + slot * RECORD_BYTES)
+            counts = self._states[slot * _STATE_WORDS + _STATE_WORD] == _COUNTS
+            told = (counts, there, place * ALIGNMENT, above - 1, home)
+            assert told == (True, key, offset, parent, entry), f"the index tells something else of slot {slot}"
+            expected += 1
+        states = self._states[_STATE_WORD : self._records * _STATE_WORDS : _STATE_WORDS]
+        found = int(np.count_nonzero(np.array(states) == _COUNTS))
+        assert found == expected, f"the index tells of {found} blocks, not of {expected}"
 
     def _make_room_for(self, slot: int) -> bool:
         wanted = min(self._most_records, round_up(slot + 1, _STEP_RECORDS))

@@ -44,7 +44,7 @@ def environment(daemons: DaemonFactory) -> Iterator[dict[str, str]]:
     variables["HPKV_KV_STORAGE_PATH"] = str(Path(variables["HPKV_SOCKET"]).parent / "storage")
     variables["VLLM_ENABLE_HPKV"] = "1"
     yield variables
-    hpkvd(variables, "stop")
+    hpkvd(variables, "stop", "--discard")
 
 
 @pytest.fixture(scope="module")

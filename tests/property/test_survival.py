@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ class Watched:
         self._watch()
         self._ledger.gone(slot)
         self._watch()
+
+    def check(self, resident: Iterable[tuple[int, int, BlockKey, int, int]]) -> None:
+        self._ledger.check(resident)
 
 
 class MortalStore(StoreMachine):
@@ -90,8 +94,8 @@ class MortalStore(StoreMachine):
         write_snapshot(copy.index, taken)
         store, ledger = reopened(copy, EXTENT, self.policy)
         assert ledger.cold == ""
-        ledger.close()
         store.check()
+        ledger.close()
         found = {}
         for namespace in store.blocks.namespaces:
             number = namespace.fingerprint[0]

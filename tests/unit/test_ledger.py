@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import mmap
 import os
 import random
 import stat
@@ -132,6 +134,24 @@ def test_clear_and_eviction_leave_no_records(pool: PoolFile, opened: Open) -> No
     assert again.clear() == total
     ledger.close()
     assert opened(pool)[0].blocks.restored_blocks == 0
+
+
+def test_a_check_of_the_store_notices_an_index_that_tells_something_else(pool: PoolFile, opened: Open) -> None:
+    store, ledger = opened(pool)
+    put(store, store.open_namespace(b"m" * 32, ALIGNMENT), keys("chain", 10))
+    store.check()
+    slot = store.blocks.find(0, keys("chain", 10)[3])
+    record = RECORDS_AT + slot * RECORD_BYTES
+    for at in (record, record + 40, record + 44, record + 48, record + 52):
+        before = os.pread(ledger._fd, 1, at)
+        change(pool.index, at, bytes([before[0] ^ 1]))
+        with pytest.raises(AssertionError, match=f"something else of slot {slot}"):
+            store.check()
+        change(pool.index, at, before)
+    store.check()
+    ledger.kept(200, 0, b"k" * 32, 200 * ALIGNMENT, NONE, 1)
+    with pytest.raises(AssertionError, match="tells of 11 blocks, not of 10"):
+        store.check()
 
 
 # -- when the index is not believed -------------------------------------------------------------------------
@@ -290,6 +310,41 @@ def test_without_room_for_a_single_page_nothing_survives_and_nobody_dies(
     assert store.clear() == 10
     ledger.close()
     assert opened(pool)[0].blocks.restored_blocks == 0
+
+
+def test_an_index_that_cannot_be_kept_up_is_emptied(
+    pool: PoolFile, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(pool, opened)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", refuse)
+        store, ledger = opened(pool)
+        assert "cannot be mapped" in ledger.cold
+        # Other bytes lie now where the index said.
+        put(store, store.open_namespace(b"m" * 32, ALIGNMENT), keys("other", 10))
+        store.check()
+        ledger.close()
+    assert opened(pool)[0].blocks.restored_blocks == 0
+
+
+def test_a_hole_where_records_should_be_is_filled_before_it_is_touched(
+    tmpfs: Callable[[str], Path], opened: Open
+) -> None:
+    directory = tmpfs("600k")
+    pool = PoolFile(directory / "pool", SIZE)
+    filled(pool, opened)
+    with pool.index.open("r+b") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.truncate(RECORDS_AT)
+        file.truncate(size)
+    (directory / "filler").write_bytes(bytes(os.statvfs(directory).f_bavail * 4096))
+    store, ledger = opened(pool)
+    assert "cannot be mapped" in ledger.cold
+    assert put(store, store.open_namespace(b"m" * 32, ALIGNMENT), keys("other", 10)) == 10
 
 
 def test_namespaces_beyond_the_table_and_endless_names_are_served_but_not_recorded(

@@ -60,6 +60,7 @@ class Pool:
         try:
             lock.write({"pool": str(path)})
             fd = open_private(path, "pool file")
+            cold = "" if os.fstat(fd).st_size else "there was none"
             _wait_for_movers(fd, path)
             cold = _fit(fd, path, size)
             _allocate(fd, path, size, progress)

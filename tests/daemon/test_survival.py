@@ -339,7 +339,7 @@ while True:
         keys = [f"{{name}} {{number + i}}".encode() for i in range(8)]
         number += 8
         if cache.put({{key: content(key, size) for key in keys}}) == 8:
-            acked += keys
+            acked = (acked + keys)[-60_000:]
             fresh += keys
         some = random.sample(acked, min(6, len(acked)))
         for key, block in zip(some, cache.get(some)):

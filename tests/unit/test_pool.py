@@ -241,6 +241,15 @@ def test_a_pool_says_why_its_bytes_are_nobodys_and_the_index_goes_first(
     assert not index.exists()
 
 
+def test_something_strange_in_the_place_of_the_index_is_refused_and_left(
+    tmp_path: Path, pools: Callable[..., Pool]
+) -> None:
+    (tmp_path / "index").mkdir()
+    with pytest.raises(ConfigError, match="index"):
+        pools(tmp_path, MIB)
+    assert [path.name for path in tmp_path.iterdir()] == ["index"]
+
+
 def test_a_pool_that_is_taken_over_keeps_its_bytes_whatever_ends_the_start(
     tmp_path: Path, pools: Callable[..., Pool]
 ) -> None:

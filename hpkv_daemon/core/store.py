@@ -111,7 +111,7 @@ class BlockStore:
     def _reopen(self, known: RecordedNamespace) -> int:
         try:
             return self.open_namespace(known.fingerprint, known.block_bytes, known.tenant)
-        except UsageError:
+        except (UsageError, Busy):
             return NONE
 
     # -- reading ------------------------------------------------------------------------------------------
@@ -142,7 +142,8 @@ class BlockStore:
     ) -> tuple[Lease | None, list[int]]:
         """A lease on whichever of these unrelated blocks are resident, and their slots (``NONE``: a miss)."""
         slots = [self.blocks.resident(namespace, key) for key in keys]
-        pinned = tuple(slot for slot in slots if slot != NONE)
+        # Each once: a key that is named many times must not cost as many pins.
+        pinned = tuple(dict.fromkeys(slot for slot in slots if slot != NONE))
         if not pinned:
             return None, slots
         return self._grant(owner, namespace, pinned, len(slots), deadline, tuple(slots)), slots

@@ -285,6 +285,26 @@ def test_a_killed_daemon_costs_misses_and_the_next_one_is_picked_up(node: Node) 
     node.until(lambda _: node.hits(known[2][0]))
 
 
+def test_what_was_stored_is_a_hit_when_the_daemon_is_back(node: Node) -> None:
+    tokens = node.fresh(640)
+    cold = node.warm(tokens)
+    stored = node.stats()["pool_resident_blocks"]
+    node.daemon.kill()
+    node.daemon.restart()
+    node.until(lambda _: [engine["ready"] for engine in node.info()["engines"]] == [True])
+    assert node.info()["pool"]["restored_blocks"] == node.stats()["pool_resident_blocks"] == stored
+    # The engine's scheduler finds out with its next heartbeat.
+    node.until(lambda _: node.hits(tokens))
+    node.engine.reset_local()
+    before = node.stats()
+    answer = node.engine.ask(tokens)
+    assert (answer.tokens, answer.cached) == (cold, full_hit(640))
+    after = node.quiet()
+    assert after["loaded_blocks"] - before["loaded_blocks"] == full_hit(640) // BLOCK_TOKENS
+    # Nothing of the prompt was computed and stored anew: only a daemon that knew it has it.
+    assert after["stored_blocks"] == 0
+
+
 def test_a_stopped_daemon_stays_stopped_and_requests_go_on(node: Node) -> None:
     known = _known(node)
     assert node.daemon.stop() == 0

@@ -101,7 +101,7 @@ class Explanations:
         }
 
     def _others(self, engine: Engine) -> list[Body]:
-        """Namespaces of the same number of fields or fewer that differ, nearest first."""
+        """Other namespaces that hold blocks, those that differ least first."""
         assert engine.namespace is not None
         mine = self._namespaces[engine.namespace]
         found = []

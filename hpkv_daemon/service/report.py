@@ -75,10 +75,10 @@ def describe(
         "leases": {"count": len(store.leases)},
         "movers": movers.describe(),
     }
-    return _fitted(whole)
+    return fitted(whole)
 
 
-def _fitted(body: Body) -> Body:
+def fitted(body: Body) -> Body:
     """The body, with as many of its longest list's last entries left out as it takes to fit into a frame."""
     lists = [name for name, value in body.items() if isinstance(value, list)]
     left_out: Counter[str] = Counter()

@@ -31,7 +31,7 @@ from hpkv_daemon.service.clock import AwakeClock
 from hpkv_daemon.service.engines import Engine, Rank
 from hpkv_daemon.service.explain import Explanations
 from hpkv_daemon.service.movers import Movers
-from hpkv_daemon.service.report import Identity, describe, statistics
+from hpkv_daemon.service.report import Identity, describe, fitted, statistics
 from hpkv_daemon.service.sessions import REMOTE_UID, Peer, Reactor, Session, SessionTable
 from hpkv_daemon.service.transfers import Caller, Transfers
 
@@ -466,8 +466,9 @@ class Service:
 
     def _explain(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
         body = request.body
-        return self._explanations.describe(
-            body["engine"], body["request"], body["last"], self._clock(), list(self._engines.values())
+        engines = list(self._engines.values())
+        return fitted(
+            self._explanations.describe(body["engine"], body["request"], body["last"], self._clock(), engines)
         )
 
     def _clear(self, peer: Peer, request: Request) -> Body:

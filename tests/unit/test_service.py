@@ -51,18 +51,19 @@ class Client:
         self.node.deliver()
         return wire.decode_reply(frame).result()
 
-    def register(self, *runs: Run, layer_bytes: int = 4096, blocks: int = 4, world: int = 1) -> wire.Body:
+    def register(self, *runs: Run, layer_bytes: int = 4096, blocks: int = 4, world: int = 1, **more: Any) -> wire.Body:
         """Register rank 0 of an engine with one layer."""
         shard = RankShard((Layer("l.0", layer_bytes, runs or (Run(0, 0, 4096, 0, 4096),)),), blocks)
         return self.call(
             "register",
             rank=0,
             world=world,
-            namespace=bytes(32),
+            namespace=more.pop("namespace", bytes(32)),
             model="m",
             device="cpu",
             regions=[{"kind": "memfd", "size": 1 << 50, "pid": 0, "fd": 3, "name": "m"}],
             **wire.shard_to_wire(shard),
+            **more,
         )
 
 
@@ -115,6 +116,22 @@ def test_a_reply_that_cannot_be_written_is_an_internal_error_and_not_the_end_of_
     with pytest.raises(HpkvError, match="internal error: OverflowError"):
         client.call("info")
     assert client.call("stats")["internal_errors"] == 1
+
+
+def test_an_explanation_that_would_be_longer_than_a_frame_leaves_namespaces_out(client: Client) -> None:
+    for number in range(8):
+        name = f"engine {number}"
+        client.session = client.call("hello", major=1, minor=0, name="n", engine=name)["session"]
+        fields = {f"field {i}": f"{number}" * wire.MAX_TEXT for i in range(wire.MAX_COUNTERS)}
+        client.register(namespace=bytes([number]) * 32, fields=fields)
+        body = {"job": 1, "parent": None, "keys": bytes(32), "blocks": bytes(4)}
+        assert client.service.handle(ME, wire.encode_request("store", 2, client.session, body)) is None
+        client.node.deliver()
+    frame = client.service.handle(ME, wire.encode_request("explain", 3, 0, {}))
+    assert frame is not None
+    assert len(frame) <= wire.MAX_FRAME
+    told = wire.decode_reply(frame).result()
+    assert len(told["other_namespaces"]) + told["left_out"]["other_namespaces"] == 8 * 7
 
 
 def _lease_of_nobody(service: Service) -> None:

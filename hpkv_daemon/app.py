@@ -23,9 +23,9 @@ from hpkv_client.settings import Settings, report
 from hpkv_daemon.core.policy import POLICIES
 from hpkv_daemon.core.slots import extent_bytes_for
 from hpkv_daemon.core.store import BlockStore
+from hpkv_daemon.faults import Faults
 from hpkv_daemon.locks import InstanceLock
 from hpkv_daemon.movers.base import Mover
-from hpkv_daemon.movers.faults import Faults
 from hpkv_daemon.movers.host import HostMover
 from hpkv_daemon.pool.file import Pool
 from hpkv_daemon.pool.ledger import PoolLedger

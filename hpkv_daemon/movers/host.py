@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 from hpkv_client.types import MemoryHandle
 from hpkv_client.wire import pack_blocks, run_to_wire
+from hpkv_daemon.link import Link
 from hpkv_daemon.movers.base import Alive, Attached, Attachment, CopyJob, Died, Done, Event, Outcome
-from hpkv_daemon.movers.link import Link
 
 _TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x8000"
 """Copies of 32 KiB and more stream past the cache: the pool is far larger than it, and the engine needs it."""

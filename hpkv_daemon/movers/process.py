@@ -6,11 +6,9 @@ that nobody waits behind a long store.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import select
-import signal
 import socket
 import sys
 import time
@@ -22,17 +20,16 @@ import msgpack
 
 from hpkv_client.types import MemoryHandle, Run
 from hpkv_client.wire import unpack_blocks
+from hpkv_daemon.child import belong_to_daemon
+from hpkv_daemon.faults import Faults
+from hpkv_daemon.link import Link
 from hpkv_daemon.movers.base import Direction, Outcome
 from hpkv_daemon.movers.copier import AttachedRank
-from hpkv_daemon.movers.faults import Faults
-from hpkv_daemon.movers.link import Link
 
 SLICE_BYTES = 8 << 20
 """Bytes copied before the process looks for messages: about 2 ms."""
 
 _NICE = -10
-_PR_SET_PDEATHSIG = 1
-"""linux/prctl.h"""
 _POPULATE_PAUSE_MS = 20
 POPULATE_BYTES = 32 << 20
 _MADV_POPULATE_WRITE = 23
@@ -195,16 +192,9 @@ def _claim_priority() -> None:
         return
 
 
-def _end_with_daemon() -> None:
-    """The kernel kills this process when the daemon dies, also when it is frozen then and sees no closed link."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main(arguments: list[str]) -> None:
-    """Entry of the process. Signals meant for the daemon's group are the daemon's to handle."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _end_with_daemon()
+    """Entry of the process."""
+    belong_to_daemon()
     _claim_priority()
     link_fd, pool_fd, pool_bytes = (int(text) for text in arguments[:3])
     link = Link(socket.socket(fileno=link_fd))

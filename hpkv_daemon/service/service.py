@@ -25,8 +25,8 @@ from hpkv_client.types import Keys
 from hpkv_client.wire import PROTOCOL, Body, Request
 from hpkv_daemon.core.index import NONE
 from hpkv_daemon.core.store import BlockStore
+from hpkv_daemon.faults import Faults
 from hpkv_daemon.movers.base import Attached, Mover
-from hpkv_daemon.movers.faults import Faults
 from hpkv_daemon.service.clock import AwakeClock
 from hpkv_daemon.service.engines import Engine, Rank
 from hpkv_daemon.service.explain import Explanations

@@ -12,8 +12,8 @@ from hpkv_client.types import Keys
 from hpkv_client.wire import Body, unpack_blocks
 from hpkv_daemon.core.index import NONE
 from hpkv_daemon.core.store import KEPT, BlockStore
+from hpkv_daemon.faults import Faults
 from hpkv_daemon.movers.base import CopyJob, Direction, Done, Outcome
-from hpkv_daemon.movers.faults import Faults
 from hpkv_daemon.service.engines import Engine, Rank, StoreJob
 from hpkv_daemon.service.movers import Movers
 from hpkv_daemon.service.sessions import Reactor

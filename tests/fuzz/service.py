@@ -28,8 +28,8 @@ from hpkv_client.types import Keys, Layer, RankShard, Run
 from hpkv_client.wire import VERBS, Body
 from hpkv_daemon.core.policy import POLICIES
 from hpkv_daemon.core.store import BlockStore
+from hpkv_daemon.faults import Faults
 from hpkv_daemon.movers.base import CopyJob, Direction, Outcome
-from hpkv_daemon.movers.faults import Faults
 from hpkv_daemon.service import engines, service
 from hpkv_daemon.service.movers import CONFIRM_SECONDS
 from hpkv_daemon.service.report import Identity

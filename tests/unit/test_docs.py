@@ -10,7 +10,7 @@ import pytest
 from hpkv_client.settings import FAULTS_CONFIRMATION, SETTINGS
 from hpkv_client.wire import VERBS, version_text
 from hpkv_daemon.cli import hpkvd
-from hpkv_daemon.movers.faults import ACTIONS, POINTS
+from hpkv_daemon.faults import ACTIONS, POINTS
 
 ROOT = Path(__file__).resolve().parents[2]
 

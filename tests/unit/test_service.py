@@ -13,7 +13,7 @@ from hpkv_client.errors import HpkvError, LayoutRefused, ProtocolError
 from hpkv_client.types import Layer, RankShard, Run
 from hpkv_daemon.core.policy import POLICIES
 from hpkv_daemon.core.store import BlockStore
-from hpkv_daemon.movers.faults import Faults
+from hpkv_daemon.faults import Faults
 from hpkv_daemon.service.report import Identity
 from hpkv_daemon.service.service import SESSIONS_PER_PROCESS, Service
 from hpkv_daemon.service.sessions import Peer

@@ -1,10 +1,11 @@
 """Fault hooks for tests: delay, fail or die at the n-th pass of a point. Off unless the settings turn them on twice.
 
 A specification is a list of rules separated by ``;``: ``POINT[@N]=ACTION``. Points: ``load``, ``store`` (one block
-copied by a mover), and in the daemon ``match``, ``reserve`` (a rank asks to store), ``release``, ``commit`` and
-``reply`` (to a load). ``@N`` limits the rule to the N-th pass, counted from when the rule was read. Actions:
-``fail``, ``delay:SECONDS`` or ``die`` (the process kills itself). ``@/path`` names a file that holds the
-specification and may change while the daemon runs; each fault that strikes adds its point to a file beside it.
+copied by a mover), ``disk_read``, ``disk_write`` (one block moved by the disk process), and in the daemon ``match``,
+``reserve`` (a rank asks to store), ``release``, ``commit`` and ``reply`` (to a load). ``@N`` limits the rule to the
+N-th pass, counted from when the rule was read. Actions: ``fail``, ``delay:SECONDS`` or ``die`` (the process kills
+itself). ``@/path`` names a file that holds the specification and may change while the daemon runs; each fault that
+strikes adds its point to a file beside it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from hpkv_client.errors import ConfigError
 
-POINTS = ("load", "store", "match", "reserve", "release", "commit", "reply")
+POINTS = ("load", "store", "disk_read", "disk_write", "match", "reserve", "release", "commit", "reply")
 ACTIONS = ("fail", "delay", "die")
 
 

@@ -1,4 +1,4 @@
-"""The stream between the daemon and a mover process: msgpack values over a socket pair."""
+"""The stream between the daemon and a process of its own: msgpack values over a socket pair."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Where blocks go beyond the pool."""

@@ -1,0 +1,1 @@
+"""Blocks on a disk: log-structured segment files, written and read by a process of their own."""

@@ -227,8 +227,9 @@ class DiskTier:
             self._shared.counters["forgotten_blocks"] += self._index.drop_namespace(fingerprint, before)
             told = Forgotten(ticket)
             self._bury(Kind.FORGET_NAMESPACE, fingerprint, fingerprint, before, lambda: self._shared.tell(told))
-            self._writer.pump()
+            self._go_on()
 
+        self._writer.void(fingerprint)
         self._when_settled(begin)
         return ticket
 

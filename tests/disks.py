@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
@@ -80,8 +81,20 @@ class Disk:
 
     def kill(self) -> None:
         """Kill its process."""
-        if self.tier.usage().pid:
-            os.kill(self.tier.usage().pid, SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            if pid := self.tier.usage().pid:
+                os.kill(pid, SIGKILL)
+
+    def pass_time(self, seconds: float) -> None:
+        """Let so many seconds pass for the tier, in steps that a process has time to answer in."""
+        process = self.tier._process
+        for _ in range(int(seconds / 2) + 1):
+            self.skew += 2
+            self.until(lambda: not process.alive or process._clock() - process._heard < 1)
+            self.until(lambda: not process.alive or not process._orders or self._busy_for() < 20)
+
+    def _busy_for(self) -> float:
+        return self.tier._process._clock() - self.tier._process._completed
 
     def poll(self) -> list[Event]:
         """Poll once; whatever happens, the budget holds."""

@@ -100,7 +100,7 @@ class DiskProcess:
     @property
     def pid(self) -> int:
         """Of the process, 0 if there is none."""
-        return self._child.pid if self._child else 0
+        return self._child.pid if self._child and self._link else 0
 
     @property
     def alive(self) -> bool:
@@ -114,6 +114,10 @@ class DiskProcess:
     def start(self) -> None:
         """Start a process; if that fails it is tried again by ``poll``."""
         now = self._clock()
+        if self._child is not None and self._child.poll() is None:
+            # The one before is killed and has let go of everything; the kernel is not done with it yet.
+            self._plan_restart(now)
+            return
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "hpkv_daemon.tiers.disk.process", str(theirs.fileno())]
         try:

@@ -472,13 +472,13 @@ def test_writes_that_fail_degrade_it_until_one_succeeds(disk: Callable[..., Disk
     assert "fault hook" in tier.tier.usage().reason
     assert tier.ask_write(range(30, 40)) is None
     assert tier.read(range(10)) == (OK,) * 10
-    delays = []
+    health = tier.tier._shared.health
     for _ in range(3):
-        health = tier.tier._shared.health
-        delays.append(health._retry_at - tier.tier._clock())
-        tier.pass_time(delays[-1])
-        tier.until(lambda health=health: health._retry_at > tier.tier._clock())
-    assert delays[0] < delays[1] < delays[2]
+        # Every try that fails makes the next one later.
+        delay = health._delay
+        tier.pass_time(delay)
+        tier.until(lambda delay=delay: health._delay == 2 * delay)
+        assert tier.state() is State.DEGRADED
     rules.write_text("")
     tier.pass_time(70)
     tier.until(lambda: tier.state() is State.READY)

@@ -1,9 +1,11 @@
 """The disk process: ``python -m hpkv_daemon.tiers.disk.process LINK_FD POOL_FD POOL_BYTES FAULTS DIRECTORY IDENTITY
 READERS``.
 
-The main thread listens, answers signs of life and sends replies. One thread writes, in the order of its orders;
-a few read, verify and fill slots; one looks through segments in the background: recovery and scrubs. Whatever goes
-wrong becomes a reply; nothing but the daemon's end, or an order that cannot be understood, ends the process.
+The main thread listens, answers signs of life and sends replies. Two threads write blocks, so that one can compute
+checksums while the other waits for the disk; every other order that changes files waits for the writes before it, and
+those after it wait for it. A few threads read, verify and fill slots; one looks through segments in the background:
+recovery and scrubs. Whatever goes wrong becomes a reply; nothing but the daemon's end, or an order that cannot be
+understood, ends the process.
 
 An order is ``[verb, ticket, ...]``, its reply ``["done", ticket, [outcome ...], problem, result]``.
 """
@@ -36,6 +38,8 @@ CHUNK_RECORDS = 512
 """Records of one recovered segment that are told at once: about 2 ms of the control loop."""
 CHUNKS_AHEAD = 4
 """So many chunks are sent before the daemon has asked for more."""
+
+WRITERS = 2
 
 _NICE = 5
 _OUTCOMES = {
@@ -78,6 +82,43 @@ class _Batch:
             self._finish(self._outcomes, self._problem)
 
 
+class _Writers:
+    """Carries out orders in turn, but lets those that are ``shared`` overlap with one another."""
+
+    def __init__(self, threads: int) -> None:
+        self._orders: queue.SimpleQueue[tuple[bool, Callable[[], None]]] = queue.SimpleQueue()
+        self._shared: Orders = queue.SimpleQueue()
+        self._free = threading.Semaphore(threads)
+        self._threads = threads
+
+    def start(self) -> None:
+        """Start the threads."""
+        threading.Thread(target=self._hand_out, daemon=True).start()
+        for _ in range(self._threads):
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def put(self, order: Callable[[], None], shared: bool = False) -> None:
+        """One more order."""
+        self._orders.put((shared, order))
+
+    def _hand_out(self) -> None:
+        while True:
+            shared, order = self._orders.get()
+            if shared:
+                self._free.acquire()
+                self._shared.put(order)
+                continue
+            for _ in range(self._threads):
+                self._free.acquire()
+            order()
+            self._free.release(self._threads)
+
+    def _work(self) -> None:
+        while True:
+            self._shared.get()()
+            self._free.release()
+
+
 class DiskProcess:
     """Threads, queues between them, and what each order means."""
 
@@ -87,7 +128,7 @@ class DiskProcess:
         self._outbox: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._files = SegmentFiles(directory, identity, faults, lambda text: self._send(["note", 0, text]))
-        self._writes: Orders = queue.SimpleQueue()
+        self._writers = _Writers(WRITERS)
         self._reads: Orders = queue.SimpleQueue()
         self._background: Orders = queue.SimpleQueue()
         self._credits = threading.Semaphore(CHUNKS_AHEAD)
@@ -95,7 +136,8 @@ class DiskProcess:
 
     def run(self, readers: int) -> None:
         """Serve until the daemon closes the link."""
-        for orders in [self._writes, self._background, *[self._reads] * readers]:
+        self._writers.start()
+        for orders in [self._background, *[self._reads] * readers]:
             threading.Thread(target=_work, args=(orders,), daemon=True).start()
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
@@ -137,7 +179,7 @@ class DiskProcess:
                 "sync": lambda: None,
             }
             order = orders[verb]
-            self._writes.put(lambda: self._reply(ticket, lambda: order(*rest)))
+            self._writers.put(lambda: self._reply(ticket, lambda: order(*rest)), shared=verb == "write")
 
     def _reply(self, ticket: int, order: Callable[[], Any]) -> None:
         """Carry out an order of one outcome."""

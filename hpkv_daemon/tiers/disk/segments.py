@@ -2,7 +2,7 @@
 
 Payloads go straight between file and pool where the file system can do that (``O_DIRECT``). What is written is
 durable when the call returns. Everything raises ``OSError``; what lies in a file and is not what was asked for raises
-``BadFormat``. Reads may run in any thread, everything else in one at a time.
+``BadFormat``. Reads may run in any thread, and ``append`` beside others of its kind; everything else runs alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpkv_daemon.tiers.disk.format import PAGE, BadFormat, Place, Record, aligne
 
 GROUP_RECORDS = 64
 GROUP_BYTES = 16 << 20
-"""Written with one call, at most: a read that comes meanwhile waits for it in the device."""
+"""Written with one call, at most, unless a single block is larger: a read waits for it in the device."""
 FOREIGN = -1
 """In place of a life: something that is not ours has the name."""
 
@@ -48,7 +48,6 @@ class SegmentFiles:
         self._direct = True
         self._tables: dict[int, list[Record]] = {}
         """Number -> records written to it since this process knows all of them."""
-        self._headers = memoryview(mmap.mmap(-1, GROUP_RECORDS * PAGE))
         self._local = threading.local()
 
     def place(self, number: int, life: int, size: int) -> Place:
@@ -169,15 +168,16 @@ class SegmentFiles:
                 if record.offset != records[start].offset + size or (size and size + record.length > GROUP_BYTES):
                     break
                 self._strike("disk_write")
-                header = self._headers[(end - start) * PAGE : (end - start + 1) * PAGE]
+                header = self._header(end - start)
                 header[:] = layout.pack_record(place, record, layout.digest(payloads[end][: record.length]))
                 views += [header, payloads[end]] if record.length else [header]
                 size += layout.record_bytes(record.length)
                 end += 1
             self._write(fd, views, records[start].offset)
             start = end
-        if place.segment in self._tables:
-            self._tables[place.segment] += records
+        with self._lock:
+            if place.segment in self._tables:
+                self._tables[place.segment] += records
 
     def seal(self, place: Place) -> None:
         """Write the footer."""
@@ -186,7 +186,7 @@ class SegmentFiles:
             records, sealed = self.load(place)
             if sealed:
                 return
-        footer = layout.pack_footer(place, records)
+        footer = layout.pack_footer(place, sorted(records, key=lambda record: record.number))
         self._write(self._fd(place.segment), [footer], place.size - len(footer))
         self._tables.pop(place.segment, None)
 
@@ -215,7 +215,7 @@ class SegmentFiles:
         Raises ``BadFormat`` when it is not the record that was wanted, in full: then the target is garbage.
         """
         self._strike("disk_read")
-        header = self._header()
+        header = self._header(0)
         views = [header, target] if wanted.length else [header]
         expected = sum(len(view) for view in views)
         if os.preadv(self._fd(place.segment), views, wanted.offset) != expected:
@@ -227,11 +227,12 @@ class SegmentFiles:
             raise BadFormat("payload does not match its checksum")
         return record
 
-    def _header(self) -> memoryview:
-        if not hasattr(self._local, "header"):
-            self._local.header = memoryview(mmap.mmap(-1, PAGE))
-        header: memoryview = self._local.header
-        return header
+    def _header(self, number: int) -> memoryview:
+        """A page of this thread's own, aligned as direct I/O wants it."""
+        if not hasattr(self._local, "headers"):
+            self._local.headers = memoryview(mmap.mmap(-1, GROUP_RECORDS * PAGE))
+        headers: memoryview = self._local.headers
+        return headers[number * PAGE : (number + 1) * PAGE]
 
     # -- files --------------------------------------------------------------------------------------------
 

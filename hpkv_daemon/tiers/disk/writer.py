@@ -13,7 +13,7 @@ from hpkv_daemon.tiers.disk.table import Segment
 
 ORDER_BYTES = 8 << 20
 """Written by one order; a single block may be larger."""
-WINDOW_BYTES = 32 << 20
+WINDOW_BYTES = 64 << 20
 """Ordered and not yet written: the process never runs out of work, and little is lost with it."""
 
 

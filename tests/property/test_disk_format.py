@@ -40,11 +40,11 @@ def flipped(page: bytes, bit: int) -> bytes:
     return bytes(changed)
 
 
-@given(PLACES)
-def test_a_segment_header_comes_back(place: Place) -> None:
-    page = layout.pack_segment(place)
+@given(PLACES, st.booleans())
+def test_a_segment_header_comes_back(place: Place, spare: bool) -> None:
+    page = layout.pack_segment(place, spare)
     assert len(page) == PAGE
-    assert layout.unpack_segment(page) == place
+    assert layout.unpack_segment(page) == (place, spare)
 
 
 @given(PLACES, RECORDS, st.binary(min_size=16, max_size=16))

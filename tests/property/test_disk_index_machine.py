@@ -150,7 +150,8 @@ class IndexMachine(RuleBasedStateMachine):
                 return
             self.bury(Kind(tombstone.kind), tombstone.fingerprint, tombstone.key, tombstone.before)
         since = self.index.mean_tick()
-        hot = self.index.hot(segment, since, SEGMENT_BYTES // 2)
+        used = [record for record in self.index.live(segment) if segment.used[record.number] > since]
+        hot = self.index.hot(segment, used, SEGMENT_BYTES // 2)
         mine = {n: self.ticks[n] for n, where in self.known.items() if where[0] == segment.life}
         assert all(mine[record.fingerprint, record.key] > since for record in hot)
         target = self.index.open

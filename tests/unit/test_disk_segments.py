@@ -14,7 +14,7 @@ import pytest
 from hpkv_daemon.faults import Faults
 from hpkv_daemon.tiers.disk import format as layout
 from hpkv_daemon.tiers.disk.format import PAGE, BadFormat, Kind, Place, Record
-from hpkv_daemon.tiers.disk.segments import FOREIGN, SegmentFiles, file_name
+from hpkv_daemon.tiers.disk.segments import FileState, Found, SegmentFiles, file_name
 from tests.disks import SPACE, name
 from tests.support import content
 
@@ -30,6 +30,18 @@ def buffer(size: int, filling: bytes = b"") -> memoryview:
     view = memoryview(mmap.mmap(-1, layout.aligned(size)))
     view[: len(filling)] = filling
     return view
+
+
+def live(number: int, life: int) -> Found:
+    return Found(number, life, SIZE, FileState.LIVE)
+
+
+def spare(number: int, life: int) -> Found:
+    return Found(number, life, SIZE, FileState.SPARE)
+
+
+def foreign(number: int) -> Found:
+    return Found(number, 0, 0, FileState.FOREIGN)
 
 
 class Files:
@@ -83,7 +95,7 @@ def files(tmp_path: Path) -> Files:
 def test_what_was_written_is_found_and_read(files: Files, sealed: bool) -> None:
     place, records = files.fill(0, 1, 5, sealed)
     fresh = files.reopen()
-    assert fresh.survey(WHOLE, 0) == [(0, 1, SIZE)]
+    assert fresh.survey(WHOLE, 0) == [live(0, 1)]
     assert fresh.load(place) == (records, sealed)
     assert [files.read(place, record) for record in records] == [content(r.key, LENGTH) for r in records]
 
@@ -167,7 +179,7 @@ def test_only_what_was_asked_for_is_served(files: Files) -> None:
 def test_a_file_that_lives_again_shows_nothing_of_its_earlier_life(files: Files) -> None:
     first, records = files.fill(0, 1, 9, seal=True)
     assert files.files.retire(first, SIZE)
-    assert files.files.survey(WHOLE, SIZE) == [(0, 0, SIZE)]
+    assert files.files.survey(WHOLE, SIZE) == [spare(0, 1)]
     again, fresh = files.fill(0, 2, 2)
     assert files.reopen().load(again) == (fresh, False)
     with pytest.raises(BadFormat, match="earlier life"):
@@ -205,7 +217,7 @@ def test_swapped_truncated_and_damaged_files_are_removed_and_said_so(files: File
     os.truncate(files.path_of(2), SIZE - PAGE)
     os.truncate(files.path_of(3), 0)
     files.change(4, 40, b"\xff")
-    assert files.reopen().survey(WHOLE, 0) == [(5, 6, SIZE)]
+    assert files.reopen().survey(WHOLE, 0) == [live(5, 6)]
     assert sorted(os.listdir(files.path)) == [file_name(5)]
     assert len(files.notes) == 5
 
@@ -220,7 +232,7 @@ def test_what_is_not_ours_is_left_alone(files: Files) -> None:
     stranger.reopen(identity=b"s" * 16)
     stranger.fill(7, 1, 2)
     before = sorted(os.listdir(files.path))
-    assert files.reopen().survey(SIZE, 0) == [(0, 1, SIZE), (1, FOREIGN, 0), (2, FOREIGN, 0), (7, FOREIGN, 0)]
+    assert files.reopen().survey(SIZE, 0) == [live(0, 1), foreign(1), foreign(2), foreign(7)]
     assert sorted(os.listdir(files.path)) == before
 
 
@@ -230,16 +242,16 @@ def test_a_segment_of_another_directory_is_not_believed(files: Files, tmp_path: 
     elsewhere = Files(tmp_path / "elsewhere")
     elsewhere.reopen(identity=b"e" * 16)
     shutil.copy(files.path_of(0), elsewhere.path_of(0))
-    assert elsewhere.files.survey(WHOLE, 0) == [(0, FOREIGN, 0)]
+    assert elsewhere.files.survey(WHOLE, 0) == [foreign(0)]
 
 
 def test_a_smaller_limit_takes_the_oldest_first_and_keeps_room_for_one_more(files: Files) -> None:
     for number, life in enumerate((3, 1, 4, 2)):
         files.fill(number, life, 1)
-    assert files.reopen().survey(4 * SIZE, SIZE) == [(3, 2, SIZE), (0, 3, SIZE), (2, 4, SIZE)]
+    assert files.reopen().survey(4 * SIZE, SIZE) == [live(3, 2), live(0, 3), live(2, 4)]
     assert files.files.retire(files.files.place(0, 3, SIZE), SIZE)
-    assert files.reopen().survey(3 * SIZE, SIZE) == [(3, 2, SIZE), (2, 4, SIZE), (0, 0, SIZE)]
-    assert files.reopen().survey(2 * SIZE, SIZE) == [(2, 4, SIZE), (0, 0, SIZE)]
+    assert files.reopen().survey(3 * SIZE, SIZE) == [live(3, 2), live(2, 4), spare(0, 3)]
+    assert files.reopen().survey(2 * SIZE, SIZE) == [live(2, 4), spare(0, 3)]
 
 
 def test_a_new_file_that_does_not_fit_leaves_nothing_behind(tmpfs: Callable[[str], Path]) -> None:

@@ -5,7 +5,7 @@ One segment leaves at a time, and does so before its room is needed: there is al
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from hpkv_daemon.tiers.base import Outcome
 from hpkv_daemon.tiers.disk.format import Kind, Record, record_bytes
@@ -15,6 +15,8 @@ from hpkv_daemon.tiers.disk.table import Phase, Segment
 
 HOT_SHARE = 0.5
 """Of a segment, at most, is written again: every segment that leaves makes room for new blocks."""
+STEP_RECORDS = 1000
+"""Looked at in one go."""
 COPY_BYTES = 8 << 20
 """Written again by one order; a single block may be larger."""
 
@@ -30,9 +32,10 @@ class Eviction:
         self._index = shared.index
         self._put_first = put_first
         self._pump = pump
-        self._leaving: Segment | None = None
+        self._departure: Iterator[None] | None = None
+        """The segment that leaves, step by step."""
         self._waits = 0
-        """Copies and tombstones of the leaving segment that are not over."""
+        """Copies and tombstones of it that are not over."""
         self._round = 0
         """Which departure it is: what is left of one that was broken off does not count for the next."""
         self._given_up: list[Segment] = []
@@ -45,15 +48,39 @@ class Eviction:
 
     def begin(self) -> None:
         """Let the oldest segment leave, unless one does already or none can."""
-        segment = self._index.victim() if self._leaving is None else None
+        segment = self._index.victim() if self._departure is None else None
         if segment is None:
             return
         segment.phase = Phase.LEAVING
-        self._leaving, self._waits = segment, 1
+        self._waits = 0
         self._round += 1
-        self._carry_tombstones(segment)
-        self._copy_hot(segment)
-        self._one_less(self._round)
+        self._departure = self._depart(segment)
+        self._shared.process.wake()
+
+    def _depart(self, segment: Segment) -> Iterator[None]:
+        """Step by step, so that the control loop is never held up for long."""
+        since, hot = self._index.mean_tick(), []
+        for first in range(0, segment.records, STEP_RECORDS):
+            live = self._index.live(segment, first, STEP_RECORDS)
+            hot += [record for record in live if segment.used[record.number] > since]
+            self._shared.process.wake()
+            yield
+        self._carry_tombstones(segment, wait=True)
+        self._pump()
+        while self._waits:
+            yield
+        self._copy(segment, self._index.hot(segment, hot, int(segment.size * HOT_SHARE)))
+        while self._waits or segment.pins:
+            yield
+        for first in range(0, segment.records, STEP_RECORDS):
+            self._shared.counters["evicted_blocks"] += self._index.leave(segment, first, STEP_RECORDS)
+            self._shared.process.wake()
+            yield
+        self._waits += 1
+        self._retire(segment, self._index.segment_bytes, self._round)
+        while self._waits:
+            # Only then is there a file to go on with, and no other segment has to leave.
+            yield
 
     def give_room(self) -> bool:
         """Remove the oldest segment's file at once, hot or not; False when none can be spared."""
@@ -61,16 +88,15 @@ class Eviction:
         if segment is None:
             return False
         segment.phase = Phase.LEAVING
-        self._carry_tombstones(segment)
-        self._leave(segment, keep_bytes=0)
+        self._carry_tombstones(segment, wait=False)
+        self._shared.counters["evicted_blocks"] += self._index.leave(segment)
+        self._retire(segment, keep_bytes=0)
         return True
 
     def look_after(self) -> None:
-        """Go on with a segment that waited for its readers."""
-        segment = self._leaving
-        if segment is not None and not self._waits and not segment.pins:
-            self._leaving = None
-            self._leave(segment, self._index.segment_bytes)
+        """One more step of the segment that leaves."""
+        if self._departure is not None and next(self._departure, self) is self:
+            self._departure = None
 
     def retry(self) -> None:
         """Try once more to retire what could not be retired."""
@@ -84,27 +110,28 @@ class Eviction:
         for segment in self._index.segments.values():
             if segment.phase is Phase.LEAVING:
                 segment.phase = Phase.SEALED
-        self._leaving, self._waits = None, 0
+        self._departure = None
         self._round += 1
 
-    def _carry_tombstones(self, segment: Segment) -> None:
-        leaving, departure = self._leaving is segment, self._round
-        for record in self._index.needed_tombstones(segment):
+    def _carry_tombstones(self, segment: Segment, wait: bool) -> None:
+        departure, target = self._round, self._index.open
+        needed = self._index.needed_tombstones(segment)
+        if target is None or not target.fits(0, len(needed)):
+            # They go into the next segment, and that may be the file of this one: waiting for them would not end.
+            wait = False
+        for record in needed:
             item = Item(Kind(record.kind), record.fingerprint, record.key, before=record.before)
-            if leaving:
+            if wait:
                 self._waits += 1
                 item.ends.append(lambda _outcome, _problem: self._one_less(departure))
             self._put_first(item)
 
-    def _copy_hot(self, segment: Segment) -> None:
+    def _copy(self, segment: Segment, hot: list[Record]) -> None:
         target = self._index.open
-        if target is None:
-            return
-        hot = self._index.hot(segment, self._index.mean_tick(), int(segment.size * HOT_SHARE))
         pairs: list[tuple[Record, Record]] = []
         size = 0
         for old in hot:
-            if not target.fits(old.length):
+            if target is None or not target.fits(old.length):
                 break
             if size + old.length > COPY_BYTES and pairs:
                 self._order(segment, target, pairs)
@@ -112,7 +139,7 @@ class Eviction:
             new = self._index.place(Kind.BLOCK, old.fingerprint, old.key, b"", old.length)
             pairs.append((old, new))
             size += record_bytes(old.length)
-        if pairs:
+        if target is not None and pairs:
             self._order(segment, target, pairs)
 
     def _order(self, segment: Segment, target: Segment, pairs: list[tuple[Record, Record]]) -> None:
@@ -150,19 +177,16 @@ class Eviction:
         self._one_less(departure)
 
     def _one_less(self, departure: int) -> None:
-        if self._leaving is not None and self._round == departure:
+        if self._round == departure:
             self._waits -= 1
-            self.look_after()
+            self._shared.process.wake()
 
-    def _leave(self, segment: Segment, keep_bytes: int) -> None:
-        self._shared.counters["evicted_blocks"] += self._index.leave(segment)
-        self._retire(segment, keep_bytes)
-
-    def _retire(self, segment: Segment, keep_bytes: int) -> None:
+    def _retire(self, segment: Segment, keep_bytes: int, departure: int = -1) -> None:
         place = place_of(segment)
-        self._shared.process.ask(lambda reply: self._retired(segment, reply), "retire", place, keep_bytes)
+        self._shared.process.ask(lambda reply: self._retired(departure, segment, reply), "retire", place, keep_bytes)
 
-    def _retired(self, segment: Segment, reply: Reply) -> None:
+    def _retired(self, departure: int, segment: Segment, reply: Reply) -> None:
+        self._one_less(departure)
         if self._index.segments.get(segment.number) is not segment:
             return
         if reply.ok:

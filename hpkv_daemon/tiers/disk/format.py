@@ -36,7 +36,7 @@ _FOOTER_MAGIC = b"HPKVEND1"
 _NO_PARENT = bytes(KEY_BYTES)
 _COMMON = struct.Struct("<8sH6x16sIQ")
 """Magic, version, identity, segment, life: the beginning of each kind of header."""
-_SEGMENT = struct.Struct("<Q")
+_SEGMENT = struct.Struct("<QB")
 _RECORD = struct.Struct("<QBB6x32s32s32sQQQ16s")
 _FOOTER = struct.Struct("<QQ16s")
 _ENTRY = struct.Struct("<IBBH32s32s32sQQQ")
@@ -77,7 +77,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One life of one segment in one directory. Life 0: the file is spare, whatever else is in it."""
+    """One life of one segment in one directory. Lives are counted up over all segments, from 1."""
 
     identity: bytes
     segment: int
@@ -149,16 +149,19 @@ def _expect(place: Place, identity: bytes, segment: int, life: int, what: str) -
         raise BadFormat(f"{what} is of an earlier life of the file")
 
 
-def pack_segment(place: Place) -> bytes:
-    """The first page of a segment file."""
-    return _page(_SEGMENT_MAGIC, place, _SEGMENT.pack(place.size))
+def pack_segment(place: Place, spare: bool = False) -> bytes:
+    """The first page of a segment file. ``spare``: that life is over, and nothing in the file counts."""
+    return _page(_SEGMENT_MAGIC, place, _SEGMENT.pack(place.size, spare))
 
 
-def unpack_segment(page: Buffer) -> Place:
-    """What the first page of a segment file says about it; the caller checks that it fits. Raises ``BadFormat``."""
+def unpack_segment(page: Buffer) -> tuple[Place, bool]:
+    """What the first page of a segment file says about it, and whether it is spare; the caller checks that it fits.
+
+    Raises ``BadFormat``.
+    """
     found, identity, segment, life = _check_page(page, _SEGMENT_MAGIC, "segment header")
-    (size,) = _SEGMENT.unpack_from(found, _COMMON.size)
-    return Place(identity, segment, life, size)
+    size, spare = _SEGMENT.unpack_from(found, _COMMON.size)
+    return Place(identity, segment, life, size), bool(spare)
 
 
 def pack_record(place: Place, record: Record, payload_digest: bytes) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from heapq import nlargest
 
 from hpkv_client.types import KEY_BYTES, BlockKey
-from hpkv_daemon.tiers.disk.format import PAGE, Kind, Record, record_bytes, sequence
+from hpkv_daemon.tiers.disk.format import MAX_RECORD, PAGE, Kind, Record, record_bytes, sequence
 from hpkv_daemon.tiers.disk.table import NOBODY, Namespace, Phase, Segment
 
 MAX_SEGMENTS = 1 << 16
@@ -252,10 +252,13 @@ class DiskIndex:
         blocks = sum(count for count, _ in shares)
         return sum(ticks for _, ticks in shares) / blocks if blocks else 0.0
 
-    def live(self, segment: Segment) -> list[Record]:
-        """The blocks of a segment that can be found, as ``find`` answers them, in their order."""
+    def live(self, segment: Segment, first: int = 0, count: int = MAX_RECORD + 1) -> list[Record]:
+        """The blocks of a segment that can be found, as ``find`` answers them, among ``count`` records from ``first``.
+
+        Takes about 1 us for each of them, so the control loop asks for a few at a time.
+        """
         records = []
-        for number in range(segment.records):
+        for number in range(first, min(first + count, segment.records)):
             owner = segment.owners[number]
             if owner != NOBODY:
                 space, key = self._numbered[owner], segment.key(number)
@@ -265,12 +268,11 @@ class DiskIndex:
                     records.append(Record(Kind.BLOCK, number, offset, space.fingerprint, key, b"", space.length, 0))
         return records
 
-    def hot(self, segment: Segment, since: float, limit_bytes: int) -> list[Record]:
-        """Its live blocks that were used after ``since``: those used last, and no more than fill ``limit_bytes``."""
+    def hot(self, segment: Segment, records: Sequence[Record], limit_bytes: int) -> list[Record]:
+        """Of these live blocks of a segment, those that were used last, and no more than fill ``limit_bytes``."""
         used = segment.used
-        found = [record for record in self.live(segment) if used[record.number] > since]
         chosen, left = [], limit_bytes
-        for record in nlargest(len(found), found, key=lambda record: used[record.number]):
+        for record in nlargest(len(records), records, key=lambda record: used[record.number]):
             left -= record_bytes(record.length)
             if left < 0:
                 break
@@ -283,11 +285,13 @@ class DiskIndex:
         oldest = sequence(min(lives), 0) if lives else self.next_sequence()
         return [record for record in segment.tombstones if record.before > oldest]
 
-    def leave(self, segment: Segment) -> int:
-        """Drop what is still in a segment that is LEAVING; how many blocks. ``retired`` comes when its file is."""
+    def leave(self, segment: Segment, first: int = 0, count: int = MAX_RECORD + 1) -> int:
+        """Drop what is still among ``count`` records of a segment that is LEAVING; how many blocks.
+
+        ``retired`` follows when all are dropped and the file has no life any more.
+        """
         assert segment.phase is Phase.LEAVING
-        assert not segment.pins
-        records = self.live(segment)
+        records = self.live(segment, first, count)
         for record in records:
             self.drop(record.fingerprint, record.key)
         return len(records)
@@ -301,7 +305,7 @@ class DiskIndex:
     # -- recovery -----------------------------------------------------------------------------------------
 
     def recover(self, number: int, life: int, size: int) -> Segment:
-        """A segment that an earlier process left: what ``recovered`` says of it comes later. Life 0: a spare file."""
+        """A segment that an earlier process left: what ``recovered`` says of it comes later."""
         segment = self.segments[number] = Segment(number, life, size, Phase.SEALED)
         self.next_life = max(self.next_life, life + 1)
         return segment

@@ -34,9 +34,9 @@ from hpkv_daemon.tiers.base import Outcome
 from hpkv_daemon.tiers.disk.format import BadFormat, Record, aligned
 from hpkv_daemon.tiers.disk.segments import SegmentFiles
 
-CHUNK_RECORDS = 512
-"""Records of one recovered segment that are told at once: about 2 ms of the control loop."""
-CHUNKS_AHEAD = 4
+CHUNK_RECORDS = 256
+"""Records of one recovered segment that are told at once: about 1 ms of the control loop."""
+CHUNKS_AHEAD = 2
 """So many chunks are sent before the daemon has asked for more."""
 
 WRITERS = 2
@@ -132,7 +132,6 @@ class DiskProcess:
         self._reads: Orders = queue.SimpleQueue()
         self._background: Orders = queue.SimpleQueue()
         self._credits = threading.Semaphore(CHUNKS_AHEAD)
-        self._scratch = memoryview(b"")
 
     def run(self, readers: int) -> None:
         """Serve until the daemon closes the link."""
@@ -179,7 +178,7 @@ class DiskProcess:
                 "sync": lambda: None,
             }
             order = orders[verb]
-            self._writers.put(lambda: self._reply(ticket, lambda: order(*rest)), shared=verb == "write")
+            self._writers.put(lambda: self._reply(ticket, lambda: order(*rest)), shared=verb in ("write", "copy"))
 
     def _reply(self, ticket: int, order: Callable[[], Any]) -> None:
         """Carry out an order of one outcome."""
@@ -220,9 +219,10 @@ class DiskProcess:
     def _copy(self, source: list[int], target: list[int], records: list[Any]) -> list[int]:
         """Write blocks of one segment again in another; the outcome of each."""
         outcomes = []
+        scratch = memoryview(mmap.mmap(-1, max(aligned(Record(*old).length) for old, _ in records)))
         for old, new in records:
             wanted = Record(*old)
-            buffer = self._buffer(wanted.length)
+            buffer = scratch[: aligned(wanted.length)]
             try:
                 found = self._files.fetch(self._files.place(*source), wanted, buffer)
             except (BadFormat, OSError) as problem:
@@ -232,11 +232,6 @@ class DiskProcess:
             self._files.append(self._files.place(*target), [written], [buffer])
             outcomes.append(int(Outcome.OK))
         return outcomes
-
-    def _buffer(self, length: int) -> memoryview:
-        if len(self._scratch) < aligned(length):
-            self._scratch = memoryview(mmap.mmap(-1, aligned(length)))
-        return self._scratch[: aligned(length)]
 
     def _load(self, ticket: int, place: list[int]) -> bool:
         """Tell the records of a segment; whether it is sealed."""

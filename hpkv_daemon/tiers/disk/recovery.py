@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hpkv_daemon.tiers.base import Outcome, Recovered
 from hpkv_daemon.tiers.disk.format import Record
 from hpkv_daemon.tiers.disk.host import Reply
-from hpkv_daemon.tiers.disk.segments import FOREIGN
+from hpkv_daemon.tiers.disk.segments import FileState, Found
 from hpkv_daemon.tiers.disk.shared import Shared, place_of
 from hpkv_daemon.tiers.disk.table import Phase, Segment
 
@@ -52,37 +52,40 @@ class Recovery:
             return
         if not self.known and health.reason:
             health.heal()
-        files: list[list[int]] = reply.result
-        self._index.foreign = {number for number, life, _ in files if life == FOREIGN}
-        ours = [(number, life, size) for number, life, size in files if life != FOREIGN]
+        files = [Found(*found) for found in reply.result]
+        self._index.foreign = {file.number for file in files if file.state == FileState.FOREIGN}
+        ours = [file for file in files if file.state != FileState.FOREIGN]
+        for file in ours:
+            self._index.next_life = max(self._index.next_life, file.life + 1)
         if self.known:
-            self._compare(ours)
+            self._compare([file for file in ours if file.state == FileState.LIVE])
         else:
-            self._take_over(ours)
+            self._take_over([file for file in ours if file.state == FileState.LIVE])
+        self._index.spares.clear()
+        for file in ours:
+            if file.state == FileState.SPARE:
+                self._take_spare(file)
         self.known = self.settled = True
         if self._index.open is not None:
             self._shared.process.ask(self._resumed, "resume", place_of(self._index.open))
         self._load()
 
-    def _take_over(self, files: list[tuple[int, int, int]]) -> None:
-        for number, life, size in files:
-            if life:
-                self._pending[number] = self._index.recover(number, life, size)
-            else:
-                self._take_spare(number, size)
+    def _take_over(self, files: list[Found]) -> None:
+        for file in files:
+            self._pending[file.number] = self._index.recover(file.number, file.life, file.size)
         self._total = len(self._pending)
 
-    def _take_spare(self, number: int, size: int) -> None:
-        if size == self._index.segment_bytes:
-            self._index.spares[number] = size
+    def _take_spare(self, file: Found) -> None:
+        if file.size == self._index.segment_bytes:
+            self._index.spares[file.number] = file.size
         else:
-            self._shared.process.ask(_ignore, "retire", [number, 0, size], 0)
+            self._shared.process.ask(_ignore, "retire", [file.number, file.life, file.size], 0)
 
-    def _compare(self, files: list[tuple[int, int, int]]) -> None:
+    def _compare(self, files: list[Found]) -> None:
         """Make the index true again: a process died between order and reply, or files were removed."""
-        there = {number: (life, size) for number, life, size in files}
+        lives = {file.number: file.life for file in files}
         for segment in list(self._index.segments.values()):
-            if there.get(segment.number, (0, 0))[0] == segment.life:
+            if lives.get(segment.number) == segment.life:
                 continue
             if segment is self._index.open:
                 self._index.open = None
@@ -90,15 +93,10 @@ class Recovery:
             segment.phase = Phase.LEAVING
             self._shared.counters["evicted_blocks"] += self._index.leave(segment)
             self._index.retired(segment.number, spare=False)
-        self._index.spares.clear()
-        for number, (life, size) in there.items():
-            if number in self._index.segments:
-                continue
-            if life:
+        for file in files:
+            if file.number not in self._index.segments:
                 # Begun, and nothing of it was acknowledged; or to be retired, and it was not.
-                self._shared.process.ask(_ignore, "retire", [number, life, size], 0)
-            else:
-                self._take_spare(number, size)
+                self._shared.process.ask(_ignore, "retire", [file.number, file.life, file.size], 0)
 
     def _resumed(self, reply: Reply) -> None:
         if not reply.ok and reply.outcome is not Outcome.DIED and self._index.open is not None:

@@ -8,6 +8,8 @@ from hpkv_daemon.tiers.disk.host import Reply
 from hpkv_daemon.tiers.disk.shared import Shared, place_of
 from hpkv_daemon.tiers.disk.table import Segment
 
+STEP_RECORDS = 1000
+"""Looked at in one go."""
 ORDER_BYTES = 32 << 20
 """Verified by one order; a single block may be larger. Its segment cannot be evicted meanwhile."""
 
@@ -23,25 +25,32 @@ class Scrub:
         self._total = len(self._waiting)
         self._records: list[Record] = []
         self._segment: Segment | None = None
+        self._position = 0
         self._busy = False
         self._good = self._bad = 0
         self.over = False
+        if not self._total:
+            self._tell()
 
     def go_on(self) -> None:
         """Order the next piece, if none is under way."""
         while not self._busy and not self.over:
-            if self._records and self._segment is not None:
-                self._order(self._segment)
+            segment = self._segment
+            if segment is not None and self._records:
+                self._order(segment)
+            elif segment is not None and self._position < segment.records and self._is_there(segment):
+                self._records = self._index.live(segment, self._position, STEP_RECORDS)
+                self._position += STEP_RECORDS
+            elif segment is not None:
+                self._segment = None
+                self._tell()
             elif self._waiting:
-                segment = self._segment = self._waiting.pop(0)
-                there = self._index.segments.get(segment.number) is segment
-                self._records = self._index.live(segment) if there else []
-                if not self._records:
-                    self._tell()
+                self._segment, self._position = self._waiting.pop(0), 0
             else:
                 self.over = True
-                if not self._total:
-                    self._tell()
+
+    def _is_there(self, segment: Segment) -> bool:
+        return self._index.segments.get(segment.number) is segment
 
     def _order(self, segment: Segment) -> None:
         piece: list[Record] = []
@@ -53,7 +62,6 @@ class Scrub:
                 piece.append(record)
                 size += record.length
         if not piece:
-            self._tell()
             return
         self._busy = True
         segment.pins += 1
@@ -81,8 +89,6 @@ class Scrub:
             if found is not None and found[0] is segment and found[1].number == record.number:
                 self._index.drop(record.fingerprint, record.key)
                 self._shared.counters["bad_records"] += 1
-        if not self._records:
-            self._tell()
 
     def _tell(self) -> None:
         done = self._total - len(self._waiting)

@@ -14,7 +14,9 @@ import re
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
 
 from hpkv_daemon.faults import Faults
 from hpkv_daemon.tiers.disk import format as layout
@@ -23,8 +25,27 @@ from hpkv_daemon.tiers.disk.format import PAGE, BadFormat, Place, Record, aligne
 GROUP_RECORDS = 64
 GROUP_BYTES = 16 << 20
 """Written with one call, at most, unless a single block is larger: a read waits for it in the device."""
-FOREIGN = -1
-"""In place of a life: something that is not ours has the name."""
+
+
+class Found(NamedTuple):
+    """A file, as ``survey`` tells of it."""
+
+    number: int
+    life: int
+    """0 if it is foreign. Of a spare file the one that is over: it must not be given again."""
+    size: int
+    state: int
+
+
+class FileState(IntEnum):
+    """What a file is."""
+
+    LIVE = 0
+    SPARE = 1
+    """Nothing in it counts; it is there to be written again."""
+    FOREIGN = 2
+    """Not ours, though it has such a name: it is left alone and does not count."""
+
 
 _SCAN_BYTES = 4 << 20
 _NAME = re.compile(r"segment-([0-9]{5})\.hpkv")
@@ -46,6 +67,8 @@ class SegmentFiles:
         self._lock = threading.Lock()
         self._fds: dict[int, int] = {}
         self._direct = True
+        self._syncs = True
+        """Whether a write can be told to be durable when it returns."""
         self._tables: dict[int, list[Record]] = {}
         """Number -> records written to it since this process knows all of them."""
         self._local = threading.local()
@@ -56,14 +79,13 @@ class SegmentFiles:
 
     # -- what is there ------------------------------------------------------------------------------------
 
-    def survey(self, limit_bytes: int, spare_bytes: int) -> list[tuple[int, int, int]]:
-        """Number, life and size of each file. Ours that are damaged go, then the oldest, until all keep the limit.
+    def survey(self, limit_bytes: int, spare_bytes: int) -> list[Found]:
+        """What is there. Ours that are damaged go, then the oldest, until all keep the limit.
 
         Room for one more file of ``spare_bytes`` is kept within the limit, unless there is a spare one of that size.
-        Life 0: a spare file. ``FOREIGN``: not ours; it is left alone and does not count.
         """
-        ours: list[tuple[int, int, int]] = []
-        foreign: list[tuple[int, int, int]] = []
+        ours: list[Found] = []
+        foreign: list[Found] = []
         for name in sorted(os.listdir(self._directory)):
             match = _NAME.fullmatch(name)
             if match is None:
@@ -78,15 +100,15 @@ class SegmentFiles:
             except OSError as problem:
                 self._note(f"{name} is left alone: {problem.strerror}")
                 found = None
-            (ours if found else foreign).append(found or (number, FOREIGN, 0))
-        spare = next((found for found in ours if found[1:] == (0, spare_bytes)), None)
+            (ours if found else foreign).append(found or Found(number, 0, 0, FileState.FOREIGN))
+        spare = next((each for each in ours if (each.state, each.size) == (FileState.SPARE, spare_bytes)), None)
         room = limit_bytes - (spare_bytes if spare is None else 0)
-        ours.sort(key=lambda found: (found is spare, found[1]))
-        while ours and sum(size for _, _, size in ours) > room:
-            self._remove(ours.pop(0)[0])
+        ours.sort(key=lambda each: (each is spare, each.state is FileState.LIVE, each.life))
+        while ours and sum(each.size for each in ours) > room:
+            self._remove(ours.pop(0).number)
         return ours + foreign
 
-    def _inspect(self, number: int) -> tuple[int, int, int] | None:
+    def _inspect(self, number: int) -> Found | None:
         path = self._path(number)
         info = path.lstat()
         if not stat.S_ISREG(info.st_mode):
@@ -94,7 +116,7 @@ class SegmentFiles:
             return None
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            place = layout.unpack_segment(os.pread(fd, PAGE, 0))
+            place, spare = layout.unpack_segment(os.pread(fd, PAGE, 0))
         finally:
             os.close(fd)
         if place.identity != self._identity:
@@ -104,7 +126,7 @@ class SegmentFiles:
             raise BadFormat(f"it is segment {place.segment}")
         if info.st_size != place.size or place.size < 2 * PAGE:
             raise BadFormat(f"it has {info.st_size} bytes, not {place.size}")
-        return number, place.life, place.size
+        return Found(number, place.life, place.size, FileState.SPARE if spare else FileState.LIVE)
 
     def load(self, place: Place) -> tuple[list[Record], bool]:
         """The records of a segment, and whether its footer told (else all of it was read and verified)."""
@@ -204,7 +226,7 @@ class SegmentFiles:
         if place.size != keep_bytes:
             self._remove(place.segment)
             return False
-        self._write(self._fd(place.segment), [layout.pack_segment(self.place(place.segment, 0, place.size))], 0)
+        self._write(self._fd(place.segment), [layout.pack_segment(place, spare=True)], 0)
         return True
 
     # -- reading ------------------------------------------------------------------------------------------
@@ -276,7 +298,13 @@ class SegmentFiles:
     def _write(self, fd: int, views: Sequence[bytes | memoryview], offset: int) -> None:
         left = [view if isinstance(view, memoryview) else _page_aligned(view) for view in views]
         while left:
-            written = os.pwritev(fd, left, offset, os.RWF_DSYNC if self._direct else 0)
+            try:
+                written = os.pwritev(fd, left, offset, os.RWF_DSYNC if self._syncs else 0)
+            except OSError as problem:
+                if problem.errno != errno.EOPNOTSUPP or not self._syncs:
+                    raise
+                self._syncs = False
+                continue
             if written <= 0:
                 raise OSError(errno.EIO, "nothing was written")
             offset += written
@@ -284,7 +312,7 @@ class SegmentFiles:
                 written -= len(left.pop(0))
             if written:
                 left[0] = left[0][written:]
-        if not self._direct:
+        if not self._syncs:
             os.fdatasync(fd)
 
     def _read(self, fd: int, offset: int, length: int) -> memoryview:

@@ -75,11 +75,10 @@ class Segment:
         blocks = self.blocks
         return sum(ticks for _, ticks in self.shares.values()) / blocks if blocks else -1.0
 
-    def fits(self, length: int) -> bool:
-        """Whether a record with such a payload can be appended, and the footer still finds room."""
-        return (
-            self.records <= MAX_RECORD and self.end + record_bytes(length) + footer_bytes(self.records + 1) <= self.size
-        )
+    def fits(self, length: int, count: int = 1) -> bool:
+        """Whether so many records with such a payload can be appended, and the footer still finds room."""
+        end = self.end + count * record_bytes(length)
+        return self.records + count - 1 <= MAX_RECORD and end + footer_bytes(self.records + count) <= self.size
 
     def key(self, number: int) -> BlockKey:
         """The key of a record."""

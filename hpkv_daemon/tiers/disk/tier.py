@@ -331,6 +331,7 @@ class DiskTier:
         while not self._writer.idle and self._process.alive and time.monotonic() < deadline:
             self._process.wait(min(0.05, deadline - time.monotonic()))
             self._process.poll()
+            self._look_after()
         if self._process.alive and self._index.open is not None and self._recovery.settled:
             self._seal_and_wait(deadline)
         self._closed = True

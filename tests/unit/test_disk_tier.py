@@ -20,6 +20,7 @@ from hpkv_daemon.tiers.base import BlockJob, Changed, Direction, Done, Outcome, 
 from hpkv_daemon.tiers.disk import directory, host
 from hpkv_daemon.tiers.disk.directory import LOCK_NAME, StorageDirectory
 from hpkv_daemon.tiers.disk.format import PAGE
+from hpkv_daemon.tiers.disk.table import Phase
 from hpkv_daemon.tiers.noop import NoopTier
 from tests.disks import BLOCK_BYTES, MIB, SEGMENT_BYTES, SPACE, Disk, name
 from tests.support import is_gone, wait_until
@@ -289,6 +290,28 @@ def test_other_sizes_of_segments_are_replaced_in_time(disk: Callable[..., Disk])
         assert tier.write(range(start, start + 10)) == (OK,) * 10
         assert tier.on_disk() <= 8 * MIB
     assert {file.stat().st_size for file in tier.path.glob("segment-*.hpkv")} == {2 * MIB}
+
+
+def test_the_life_of_a_file_is_never_given_twice(disk: Callable[..., Disk]) -> None:
+    """Records of its earlier life would check out."""
+    tier = disk(budget=4 * MIB)
+    for start in range(0, 60, 10):
+        tier.write(range(start, start + 10))
+    tier.until(lambda: tier.tier._writer.eviction._departure is None)
+    # The latest segment is forgotten as a whole, so it is the first to leave, and the tier ends then.
+    index = tier.tier._index
+    tier.is_durable(tier.tier.forget(SPACE, [name(n) for n in range(60)]))
+    last = max(life for life in (segment.life for segment in index.segments.values()))
+    while index.segments:
+        segment = next(iter(index.segments.values()))
+        if segment is index.open:
+            index.seal()
+        segment.phase = Phase.LEAVING
+        tier.tier._writer.eviction._retire(segment, SEGMENT_BYTES)
+        tier.until(lambda segment=segment: index.segments.get(segment.number) is not segment)
+    tier.reopen()
+    tier.write([1])
+    assert [segment.life for segment in tier.tier._index.segments.values()] == [last + 1]
 
 
 # -- forgetting -------------------------------------------------------------------------------------------

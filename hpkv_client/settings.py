@@ -184,7 +184,7 @@ _TABLE = (
         "--storage-path",
         parse_path,
         None,
-        "directory of the disk tier; checked and reported, not used yet",
+        "directory of the disk tier; without it blocks are kept in memory only",
     ),
     Setting(
         "storage_size",
@@ -192,7 +192,7 @@ _TABLE = (
         "--storage-size",
         parse_size,
         None,
-        "limit of the disk tier",
+        "limit of the disk tier; without it 80% of what is free there",
         "bytes",
     ),
     Setting(

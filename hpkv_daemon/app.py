@@ -33,6 +33,10 @@ from hpkv_daemon.server.local import LocalRouter
 from hpkv_daemon.server.router import Router
 from hpkv_daemon.service.report import Identity
 from hpkv_daemon.service.service import Service, new_epoch
+from hpkv_daemon.tiers.base import Tier
+from hpkv_daemon.tiers.disk.directory import StorageDirectory
+from hpkv_daemon.tiers.disk.tier import DiskTier
+from hpkv_daemon.tiers.noop import NoopTier
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +124,20 @@ def _store(settings: Settings, pool: Pool, ledger: PoolLedger) -> BlockStore:
     return store
 
 
+def _tier(settings: Settings, pool: Pool) -> Tier:
+    """What keeps blocks beyond the pool."""
+    if settings.storage_path is None:
+        return NoopTier()
+    storage = StorageDirectory.open(settings.storage_path)
+    try:
+        budget = storage.budget(settings.storage_size)
+        log.info("storage: %d bytes at most in %s", budget, settings.storage_path)
+        return DiskTier(storage, budget, pool.fileno(), pool.size, faults=settings.faults)
+    except BaseException:
+        storage.close()
+        raise
+
+
 async def _run(
     settings: Settings, origins: dict[str, str], pool: Pool, store: BlockStore, stop: _Stop, goes_first: bool
 ) -> None:
@@ -150,6 +168,7 @@ async def _run(
     def host_mover() -> Mover:
         return HostMover(pool.fileno(), pool.size, settings.faults)
 
+    tier = _tier(settings, pool)
     service = Service(
         store,
         {"cpu": host_mover},
@@ -159,6 +178,7 @@ async def _run(
         local.send,
         settings.lease_seconds,
         faults,
+        tier,
     )
     ticker = asyncio.create_task(_tick(service))
     for router in routers:
@@ -179,8 +199,6 @@ async def _run(
         log.info("serving other nodes on %s, with the key in %s", settings.listen, settings.key_file)
     if not goes_first:
         log.info("running at normal priority (no right to raise it)")
-    if settings.storage_path:
-        log.info("storage path %s is checked; this version keeps blocks in memory only", settings.storage_path)
     try:
         await stop.wait()
         log.info("stopping")

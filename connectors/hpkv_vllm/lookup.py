@@ -26,11 +26,13 @@ STEP_WAIT_SECONDS = 0.002
 """Most time one scheduling step spends waiting for look-ups, over all requests."""
 IDLE_WAIT_SECONDS = 0.01
 """The same, after a step that computed nothing: the answer is all there is to wait for."""
+AGAIN_SECONDS = 0.01
+"""Between two look-ups of one prefix of which blocks are on their way from storage."""
 RESET_SECONDS = 2.0
 MAX_KEYS = 1 << 15
 MAX_ASKER = 128
 
-_ANSWER: dict[str, Any] = {"hit": 0, "found": b"", "lease": 0}
+_ANSWER: dict[str, Any] = {"hit": 0, "found": b"", "lease": 0, "coming": 0}
 """What of an answer counts, and what stands for it where it is missing: nothing was found."""
 
 
@@ -45,13 +47,19 @@ class Lookup:
     leases: dict[int, int] = field(default_factory=dict)
     asked_keys: dict[int, int] = field(default_factory=dict)
     """How many keys each part was asked for."""
+    keys: Sequence[Sequence[bytes]] = ()
+    asker: str = ""
+    patience: float = 0.0
+    """Until when it is worth waiting for blocks that are read from storage."""
+    coming: dict[int, float] = field(default_factory=dict)
+    """Part of which blocks are on their way from storage -> when that was said."""
     given_up: bool = False
     """Nobody waits for it any more; leases that still come are given back at once."""
 
     @property
     def open(self) -> bool:
         """Whether an answer is still worth waiting for."""
-        return bool(self.waiting) and not self.given_up
+        return bool(self.waiting or self.coming) and not self.given_up
 
 
 class Directory:
@@ -103,20 +111,39 @@ class Directory:
             # Another life of the daemon: what the last one was asked is never answered.
             self._sessions = sessions
             self._lookups.clear()
-        lookup = Lookup(time.monotonic())
+        now = time.monotonic()
+        lookup = Lookup(now, keys=keys, asker=asker, patience=now + self._settings.load_deadline_seconds)
         self.counters["lookups"] += 1
-        for index, part in enumerate(self.parts):
-            verb = "acquire" if part.window_tokens else "match"
-            body = {"keys": b"".join(keys[index][:MAX_KEYS]), "request": asker[:MAX_ASKER]}
-            try:
-                request = self._channel_of[index].send(verb, body, self._keepers[index].link.session)
-            except Unreachable:
-                self._suspect()
+        for index in range(len(self.parts)):
+            if not self._send(lookup, index):
                 return None
-            lookup.waiting[request] = index
-            lookup.asked_keys[index] = len(keys[index][:MAX_KEYS])
-            self._lookups[request] = lookup
         return lookup
+
+    def _send(self, lookup: Lookup, index: int) -> bool:
+        part, keys = self.parts[index], lookup.keys[index][:MAX_KEYS]
+        verb = "acquire" if part.window_tokens else "match"
+        body = {"keys": b"".join(keys), "request": lookup.asker[:MAX_ASKER]}
+        try:
+            request = self._channel_of[index].send(verb, body, self._keepers[index].link.session)
+        except Unreachable:
+            self._suspect()
+            return False
+        lookup.waiting[request] = index
+        lookup.asked_keys[index] = len(keys)
+        self._lookups[request] = lookup
+        return True
+
+    def _ask_again(self, lookup: Lookup) -> None:
+        """Of parts that waited for storage: what is here by now."""
+        now = time.monotonic()
+        for index in [index for index, said in lookup.coming.items() if now - said >= AGAIN_SECONDS]:
+            del lookup.coming[index]
+            self.release({index: lookup.leases.pop(index, 0)})
+            lookup.found.pop(index, None)
+            lookup.asked = now
+            if not self._send(lookup, index):
+                self._give_up(lookup)
+                return
 
     def answered(self, lookup: Lookup) -> bool:
         """Whether all answers are in; waits for them within the step's budget.
@@ -126,12 +153,13 @@ class Directory:
         """
         started = time.monotonic()
         self.receive()
+        self._ask_again(lookup)
         if lookup.open and self._wait_left > 0:
             self.receive(self._wait_left)
             self._wait_left -= time.monotonic() - started
         if not lookup.open:
             return True
-        if time.monotonic() - lookup.asked < self._settings.submit_deadline_ms / 1000:
+        if not lookup.waiting or time.monotonic() - lookup.asked < self._settings.submit_deadline_ms / 1000:
             return False
         self.counters["lookup_timeouts"] += 1
         silent_ones = sorted({str(self._channel_of[index].address) for index in lookup.waiting.values()})
@@ -168,14 +196,16 @@ class Directory:
             self._suspect()
             lookup.found[index] = Found(part.block_tokens, part.window_tokens)
             return
-        hit, found, lease = (reply.body.get(name, default) for name, default in _ANSWER.items())
+        hit, found, lease, coming = (reply.body.get(name, default) for name, default in _ANSWER.items())
         asked = lookup.asked_keys[index]
-        sane = type(hit) is int and 0 <= hit <= asked and type(lease) is int
+        sane = type(hit) is int and 0 <= hit <= asked and type(lease) is int and type(coming) is int
         if not (sane and isinstance(found, bytes) and len(found) <= asked):
             log.warning("HPKV: %s answers look-ups with nonsense", self._channel_of[index].address)
             self._suspect()
-            hit, found, lease = _ANSWER.values()
+            hit, found, lease, coming = _ANSWER.values()
         lookup.found[index] = Found(part.block_tokens, part.window_tokens, hit, found)
+        if coming > 0 and time.monotonic() < lookup.patience:
+            lookup.coming[index] = time.monotonic()
         if lease and lookup.given_up:
             self.release({index: lease})
         elif lease:
@@ -194,6 +224,8 @@ class Directory:
     def release(self, leases: dict[int, int]) -> None:
         """Give leases back, by part."""
         for index, lease in leases.items():
+            if not lease:
+                continue
             link = self._keepers[index].link
             if not link.usable:
                 continue

@@ -66,6 +66,8 @@ class BlockStore:
         self._by_fingerprint: dict[bytes, int] = {}
         self._reservations: dict[int, Reservation] = {}
         self._numbers = count(1)
+        self.on_resident: Callable[[int], None] = lambda slot: None  # noqa: ARG005
+        """Called with the slot of each block that becomes resident."""
 
     # -- namespaces ---------------------------------------------------------------------------------------
 
@@ -277,8 +279,11 @@ class BlockStore:
                     self.blocks.departures.note(key, _DROPPED[entry])
         return reservation
 
-    def commit(self, reservation: Reservation) -> int:
-        """All bytes are in: make the blocks resident, each as soon as its parent is; how many are now."""
+    def commit(self, reservation: Reservation, counted: str = "stored") -> int:
+        """All bytes are in: make the blocks resident, each as soon as its parent is; how many are now.
+
+        ``counted``: the counters ``COUNTED_blocks`` and ``COUNTED_bytes`` count them.
+        """
         self._close(reservation)
         table, resident = self.blocks.table, 0
         for slot in reservation.reserved:
@@ -288,18 +293,19 @@ class BlockStore:
             table.state[slot] = State.COMPLETE
             parent = table.parent[slot]
             if parent == NONE or table.state[parent] == State.RESIDENT:
-                resident += self._settle(slot)
+                resident += self._settle(slot, counted)
         return resident
 
-    def _settle(self, slot: int) -> int:
+    def _settle(self, slot: int, counted: str) -> int:
         """Make a COMPLETE slot and every COMPLETE slot that waited for it resident."""
         ready, settled = [slot], 0
         for complete in ready:
             if self.blocks.table.state[complete] != State.COMPLETE:
                 continue
             self.blocks.make_resident(complete)
-            self.blocks.counters["stored_blocks"] += 1
-            self.blocks.counters["stored_bytes"] += self.blocks.namespace_of(complete).block_bytes
+            self.blocks.counters[f"{counted}_blocks"] += 1
+            self.blocks.counters[f"{counted}_bytes"] += self.blocks.namespace_of(complete).block_bytes
+            self.on_resident(complete)
             settled += 1
             ready.extend(self.blocks.table.children_of(complete))
         return settled

@@ -20,6 +20,7 @@ MOST_NAMESPACES = 8
 _BEING_STORED = "being stored right now"
 _WAITING = "stored, but the block before it is not yet"
 _OTHER_CHAIN = "stored under another prefix"
+_COMING = "being read from storage right now"
 _NEVER = "never stored here, or too long ago to tell"
 _NEVER_ANY = "nothing was ever stored in this namespace"
 
@@ -64,9 +65,15 @@ class Explanations:
         known = self._namespaces.get(number)
         return known.model if known else ""
 
-    def looked_up(self, engine: Engine, request: str, keys: Sequence[BlockKey], hit: int, moment: float) -> None:
-        """An engine asked for keys, of which the first ``hit`` were found."""
-        reason = "" if hit == len(keys) or engine.namespace is None else self._why(engine.namespace, keys[hit])
+    def looked_up(
+        self, engine: Engine, request: str, keys: Sequence[BlockKey], hit: int, coming: int, moment: float
+    ) -> None:
+        """An engine asked for keys, of which the first ``hit`` were found, and ``coming`` more are being read."""
+        reason = _COMING
+        if hit == len(keys) or engine.namespace is None:
+            reason = ""
+        elif not coming:
+            reason = self._why(engine.namespace, keys[hit])
         self._lookups.append(Lookup(moment, engine.name, request, len(keys), hit, reason))
 
     def _why(self, namespace: int, key: BlockKey) -> str:

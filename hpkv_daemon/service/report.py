@@ -12,6 +12,7 @@ from hpkv_daemon.service.engines import Engine
 from hpkv_daemon.service.explain import Explanations
 from hpkv_daemon.service.movers import Movers
 from hpkv_daemon.service.sessions import SessionTable
+from hpkv_daemon.tiers.base import COUNTERS as TIER_COUNTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ def describe(
     sessions: SessionTable,
     movers: Movers,
     explanations: Explanations,
+    storage: Body,
 ) -> Body:
     """The body of ``info``. ``awake`` is now by the sessions' clock."""
     whole: Body = {
@@ -74,6 +76,7 @@ def describe(
         ],
         "leases": {"count": len(store.leases)},
         "movers": movers.describe(),
+        "storage": storage,
     }
     return fitted(whole)
 
@@ -167,7 +170,7 @@ def _engine(engine: Engine, counted: Body) -> Body:
 def statistics(counters: Counter[str], uptime: float, store: BlockStore, sessions: int, engines: int) -> Body:
     """The body of ``stats``: counters since start (monotonic) and gauges (``pool_*``, ``sessions``, ``leases``)."""
     usage = store.blocks.usage
-    known = dict.fromkeys(COUNTERS, 0) | dict(counters)
+    known = dict.fromkeys((*COUNTERS, *STORAGE_COUNTERS), 0) | dict(counters)
     return known | {
         "uptime_seconds": round(uptime, 3),
         "sessions": sessions,
@@ -180,6 +183,7 @@ def statistics(counters: Counter[str], uptime: float, store: BlockStore, session
     }
 
 
+STORAGE_COUNTERS = tuple(f"storage_{name}" for name in TIER_COUNTERS)
 COUNTERS = (
     "requests",
     "bad_requests",
@@ -201,6 +205,8 @@ COUNTERS = (
     "aborted_blocks",
     "dropped_full_blocks",
     "dropped_orphan_blocks",
+    "promoted_blocks",
+    "promoted_bytes",
     "evicted_blocks",
     "evicted_bytes",
     "moved_spans",

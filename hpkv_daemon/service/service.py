@@ -33,13 +33,17 @@ from hpkv_daemon.service.explain import Explanations
 from hpkv_daemon.service.movers import Movers
 from hpkv_daemon.service.report import Identity, describe, fitted, statistics
 from hpkv_daemon.service.sessions import REMOTE_UID, Peer, Reactor, Session, SessionTable
+from hpkv_daemon.service.tiering import Tiering
 from hpkv_daemon.service.transfers import Caller, Transfers
+from hpkv_daemon.tiers.base import Tier
 
 log = logging.getLogger(__name__)
 
 SILENCE_SECONDS = 15.0
 """A session whose process is not visible and that sends nothing for so long is gone."""
 HEARTBEAT_SECONDS = 2.0
+STORAGE_SECONDS = 10.0
+"""The end waits so long for blocks that are on their way to the tier."""
 SESSIONS_PER_PROCESS = 256
 """With more, the longest silent session of the process that registered nothing has to say hello again."""
 
@@ -68,6 +72,7 @@ class Service:
         send: Send,
         lease_seconds: float,
         faults: Faults,
+        tier: Tier,
     ) -> None:
         self._store = store
         self._identity = identity
@@ -84,6 +89,7 @@ class Service:
         self._transfers = Transfers(
             store, self._movers, reactor, clock, self._awake, self._answer, lease_seconds, faults
         )
+        self._tiering = Tiering(store, tier, reactor)
         self._explanations = Explanations(store)
         self._counters: Counter[str] = Counter()
         self._open_verbs: dict[str, Callable[[Peer, Request], Body]] = {
@@ -357,11 +363,12 @@ class Service:
         counters["requested_blocks"] += len(keys)
         lease = self._store.acquire(engine.namespace, keys, engine.name, self._clock() + self._lease_seconds)
         hit = lease.length if lease else 0
-        self._explanations.looked_up(engine, request.body["request"], keys, hit, self._clock())
-        if lease is None:
-            return {"hit": 0, "lease": 0}
+        coming = 0
+        if hit < len(keys):
+            coming = self._tiering.bring(engine.namespace, keys[hit - 1] if hit else None, keys[hit:])
+        self._explanations.looked_up(engine, request.body["request"], keys, hit, coming, self._clock())
         counters["matched_blocks"] += hit
-        return {"hit": lease.length, "lease": lease.number}
+        return {"hit": hit, "lease": lease.number if lease else 0, "coming": coming}
 
     def _acquire(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
         engine = self._ready_engine(session)
@@ -376,8 +383,9 @@ class Service:
         missed = [key for key, here in zip(keys, found, strict=True) if not here]
         hit = len(keys) - len(missed)
         asked = [*(key for key, here in zip(keys, found, strict=True) if here), *missed]
-        self._explanations.looked_up(engine, request.body["request"], asked, hit, self._clock())
-        return {"found": found, "lease": lease.number if lease else 0}
+        coming = self._tiering.bring_each(engine.namespace, missed) if missed else 0
+        self._explanations.looked_up(engine, request.body["request"], asked, hit, coming, self._clock())
+        return {"found": found, "lease": lease.number if lease else 0, "coming": coming}
 
     def _contains(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
         engine = self._ready_engine(session)
@@ -396,7 +404,22 @@ class Service:
         self._transfers.load(self._caller(peer, request, session), request.body)
 
     def _get(self, peer: Peer, request: Request, session: Session) -> None:
-        self._transfers.get(self._caller(peer, request, session), request.body)
+        caller = self._caller(peer, request, session)
+        namespace = caller.engine.namespace
+        keys = list(Keys(request.body["keys"]))
+        missed = [key for key in keys if namespace is not None and not self._store.contains(namespace, key)]
+        if namespace is None or not missed or not self._tiering.bring_each(namespace, missed):
+            self._transfers.get(caller, request.body)
+            return
+        self._tiering.when_here(namespace, missed, lambda: self._get_late(caller, request.body))
+
+    def _get_late(self, caller: Caller, body: Body) -> None:
+        """What was on its way is here, or is not going to be."""
+        try:
+            self._transfers.get(caller, body)
+        except HpkvError as problem:
+            self._counters["refused_requests"] += 1
+            self._answer(caller.identity, caller.request, problem)
 
     def _store_verb(self, peer: Peer, request: Request, session: Session) -> None:
         self._transfers.store(self._caller(peer, request, session), request.body, chained=True)
@@ -407,6 +430,7 @@ class Service:
     def _reset(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
         engine = self._ready_engine(session)
         cleared = self._store.clear(engine.namespace)
+        self._tiering.forget(engine.namespace)
         log.info("engine %r reset its namespace: %d blocks cleared", engine.name, cleared)
         return {"cleared_blocks": cleared}
 
@@ -438,10 +462,11 @@ class Service:
             self._sessions,
             self._movers,
             self._explanations,
+            self._tiering.describe(),
         )
 
     def _stats(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
-        counters = self._counters + self._transfers.counters + self._store.blocks.counters
+        counters = self._counters + self._transfers.counters + self._store.blocks.counters + self._tiering.count()
         counters["mover_restarts"] = self._movers.restarts
         return statistics(counters, self._clock() - self._started, self._store, len(self._sessions), len(self._engines))
 
@@ -451,6 +476,7 @@ class Service:
             self._store.check()
             self._sessions.check()
             self._transfers.check(engines, {session.engine for session in self._sessions})
+            self._tiering.check()
             self._movers.check({rank.attachment for engine in engines for rank in engine.ranks.values()} - {0})
         except AssertionError as broken:
             raise HpkvError(f"invariant broken: {broken}", "restart hpkvd and report this") from None
@@ -479,6 +505,7 @@ class Service:
         if wanted is not None and number is None:
             raise UsageError(f"no namespace {wanted.hex()}", "see 'hpkvd info'")
         cleared = self._store.clear(number)
+        self._tiering.forget(number)
         log.info("cleared %d blocks for uid %d", cleared, peer.uid)
         return {"cleared_blocks": cleared}
 
@@ -496,12 +523,14 @@ class Service:
                 self._drop(session, f"silent for {SILENCE_SECONDS:.0f} s")
             self._transfers.tick(list(self._engines.values()))
             self._movers.tick()
+            self._tiering.tick()
         except Exception:  # (the next tick must come, whatever this one met)
             self._counters["internal_errors"] += 1
             log.exception("tick failed")
 
     def close(self) -> None:
-        """End all movers; sessions end with their sockets."""
+        """Write out what the tier has not got yet, end all movers; sessions end with their sockets."""
+        self._tiering.close(STORAGE_SECONDS, self._reactor.remove_reader)
         for session in self._sessions:
             self._sessions.close(session)
         self._movers.close()

@@ -35,6 +35,7 @@ from hpkv_daemon.service.movers import CONFIRM_SECONDS
 from hpkv_daemon.service.report import Identity
 from hpkv_daemon.service.service import Service
 from hpkv_daemon.service.sessions import REMOTE_UID, Peer
+from hpkv_daemon.tiers.noop import NoopTier
 from tests.fuzz.entropy import Entropy
 from tests.fuzz.node import FIRST_MOVER_FD, Node, Reactor
 from tests.golden import BODIES
@@ -129,6 +130,7 @@ class World:
             self._receive,
             _LEASE_SECONDS,
             Faults(entropy.pick(_FAULTS)),
+            NoopTier(),
         )
         self.node.awake = self.service._awake
         self._sessions: list[tuple[int, Peer, str]] = []

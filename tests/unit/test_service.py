@@ -17,6 +17,7 @@ from hpkv_daemon.faults import Faults
 from hpkv_daemon.service.report import Identity
 from hpkv_daemon.service.service import SESSIONS_PER_PROCESS, Service
 from hpkv_daemon.service.sessions import Peer
+from hpkv_daemon.tiers.noop import NoopTier
 from tests.fuzz.node import Node, Reactor
 
 POOL = 1 << 18
@@ -40,6 +41,7 @@ class Client:
             lambda _, frame: self.replies.append(wire.decode_reply(frame)),
             5.0,
             Faults(),
+            NoopTier(),
         )
         self.session = 0
         self.session = self.call("hello", major=1, minor=0, name="n", engine="e")["session"]

@@ -1,0 +1,203 @@
+"""The disk tier of a real daemon: what leaves memory is read back, whatever happens in between."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpkv_client.client import BlockCache
+from tests.support import Observed, Rank, content, hashes, observed_daemon, plain_shard, wait_until
+
+SIZE = 64 << 10
+POOL = 4 << 20
+"""Room for 64 blocks."""
+BUDGET = 256 << 20
+
+
+@pytest.fixture
+def storage() -> Iterator[Path]:
+    """An empty directory on the machine's disk."""
+    path = Path(tempfile.mkdtemp(prefix="hpkv-storage-", dir="/var/tmp"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def daemon_on(storage: Path, **env: Any) -> Iterator[Observed]:
+    """A daemon with a small pool and a disk tier, ready to write."""
+    settings = {"HPKV_KV_MEM_POOL_SIZE": POOL, "HPKV_KV_STORAGE_PATH": storage, "HPKV_STORAGE_SIZE": BUDGET}
+    with observed_daemon(**(settings | env)) as live:
+        wait_until(lambda: state(live) == "ready", 20)
+        yield live
+
+
+def state(live: Observed) -> str:
+    """How the disk tier is."""
+    return str(live.ask("info")["storage"]["state"])
+
+
+def kept(live: Observed) -> int:
+    """Blocks on disk, once nothing waits to be written."""
+
+    def settled() -> Any:
+        usage = live.ask("info")["storage"]
+        return not (usage["queued_blocks"] or usage["queued_bytes"]) and usage
+
+    return int(wait_until(settled, 20)["blocks"])
+
+
+def keys(count: int, name: str = "key") -> list[bytes]:
+    return [f"{name} {i}".encode() for i in range(count)]
+
+
+def fill(live: Observed, cache: BlockCache, names: list[bytes]) -> None:
+    """Store blocks a few at a time, so that each is on disk before the pool needs its slot."""
+    for start in range(0, len(names), 16):
+        some = names[start : start + 16]
+        assert cache.put({key: content(key, SIZE) for key in some}) == len(some)
+        kept(live)
+
+
+def test_blocks_that_left_memory_are_read_back(storage: Path) -> None:
+    names = keys(200)
+    with daemon_on(storage) as live, BlockCache("app", SIZE, socket=live.socket) as cache:
+        fill(live, cache, names)
+        assert kept(live) == 200
+        assert sum(cache.contains(names)) <= 64
+        for start in range(0, 200, 32):
+            some = names[start : start + 32]
+            assert cache.get(some) == [content(key, SIZE) for key in some]
+        assert cache.get(keys(3, "other")) == [None] * 3
+        stats = live.stats()
+        assert stats["promoted_blocks"] >= 200 - 64
+        assert stats["storage_read_blocks"] >= 200 - 64
+        assert live.ask("check")["ok"]
+
+
+def test_what_is_on_disk_is_found_by_the_next_daemon_even_without_its_pool(storage: Path) -> None:
+    names = keys(100)
+    with daemon_on(storage) as live:
+        with BlockCache("app", SIZE, socket=live.socket) as cache:
+            fill(live, cache, names)
+        live.handle.kill()
+        for file in live.handle.pool_directory.iterdir():
+            file.unlink()
+        live.handle.restart()
+        wait_until(lambda: state(live) == "ready", 20)
+        assert live.stats()["pool_resident_blocks"] == 0
+        with BlockCache("app", SIZE, socket=live.socket) as cache:
+            for start in range(0, 100, 25):
+                some = names[start : start + 25]
+                assert cache.get(some) == [content(key, SIZE) for key in some]
+        assert live.ask("check")["ok"]
+
+
+def test_a_prefix_on_disk_comes_back_as_a_prefix(storage: Path) -> None:
+    chain = hashes(*(f"block {i}" for i in range(40)))
+    with daemon_on(storage) as live:
+        with Rank(live.socket, plain_shard(SIZE, 40)) as rank:
+            rank.hello().register().ready()
+            for number, prefix in enumerate(chain):
+                rank.block(number)[:] = bytearray(content(prefix, SIZE))
+            rank.store(chain, range(40))
+            assert kept(live) == 40
+            for i in range(8):
+                rank.store(hashes(*(f"flood {i} {j}" for j in range(16))), range(16))
+                kept(live)
+            hit = rank.match(chain)[0]
+            assert hit < 40
+            wait_until(lambda: full(rank, chain), 20)
+            rank.memory[:] = 0
+            lease = rank.match(chain)[1]
+            rank.load(lease, range(40))
+            assert all(bytes(rank.block(number)) == content(prefix, SIZE) for number, prefix in enumerate(chain))
+            rank.call("release", lease=lease)
+        live.assert_sound()
+
+
+def full(rank: Rank, chain: list[bytes]) -> bool:
+    """Whether the whole chain is in memory by now."""
+    hit, lease = rank.match(chain)
+    if lease:
+        rank.call("release", lease=lease)
+    return hit == len(chain)
+
+
+def test_a_reset_forgets_what_is_on_disk_too(storage: Path) -> None:
+    names = keys(32)
+    with daemon_on(storage) as live, BlockCache("app", SIZE, socket=live.socket) as cache:
+        fill(live, cache, names)
+        live.ask("clear")
+        assert cache.get(names) == [None] * 32
+        live.handle.kill()
+        live.handle.restart()
+        wait_until(lambda: state(live) == "ready", 20)
+        with BlockCache("app", SIZE, socket=live.socket) as again:
+            assert again.get(names) == [None] * 32
+            assert again.put({names[0]: content(names[0], SIZE)}) == 1
+            assert again.get(names[:1]) == [content(names[0], SIZE)]
+
+
+def test_a_block_that_was_damaged_on_disk_is_a_miss_and_is_stored_anew(storage: Path) -> None:
+    names = keys(32)
+    with daemon_on(storage) as live, BlockCache("app", SIZE, socket=live.socket) as cache:
+        fill(live, cache, names)
+        fill(live, cache, keys(64, "flood"))
+        for segment in storage.glob("segment-*.hpkv"):
+            data = bytearray(segment.read_bytes())
+            at = data.find(content(names[5], SIZE))
+            if at >= 0:
+                with segment.open("r+b") as file:
+                    file.seek(at + 100)
+                    file.write(b"damage")
+        found = cache.get(names)
+        assert found[5] is None
+        assert [block for i, block in enumerate(found) if i != 5] == [
+            content(key, SIZE) for i, key in enumerate(names) if i != 5
+        ]
+        assert live.stats()["storage_bad_records"] == 1
+        assert cache.put({names[5]: content(names[5], SIZE)}) == 1
+        kept(live)
+        fill(live, cache, keys(64, "more"))
+        assert cache.get([names[5]]) == [content(names[5], SIZE)]
+
+
+def test_a_disk_that_fails_costs_misses_and_comes_back_by_itself(storage: Path) -> None:
+    with daemon_on(storage) as live, BlockCache("app", SIZE, socket=live.socket) as cache:
+        live.faults("disk_write=fail")
+        assert cache.put({key: content(key, SIZE) for key in keys(16)}) == 16
+        wait_until(lambda: state(live) == "degraded", 20)
+        assert cache.get(keys(16)) == [content(key, SIZE) for key in keys(16)]
+        live.faults("")
+        wait_until(lambda: state(live) == "ready", 60)
+        wait_until(lambda: kept(live) == 16, 20)
+
+
+def test_a_disk_process_that_dies_is_replaced(storage: Path) -> None:
+    names = keys(100)
+    with daemon_on(storage) as live, BlockCache("app", SIZE, socket=live.socket) as cache:
+        fill(live, cache, names)
+        os.kill(live.ask("info")["storage"]["pid"], signal.SIGKILL)
+        # Until the next one has compared the files with the index, what is on disk only is a miss.
+        for start in range(0, 100, 25):
+            some = names[start : start + 25]
+            expected = [content(key, SIZE) for key in some]
+            wait_until(lambda some=some, expected=expected: cache.get(some) == expected, 30)
+        assert live.stats()["storage_restarts"] == 1
+        assert live.ask("check")["ok"]
+
+
+def test_without_a_path_there_is_no_storage(storage: Path) -> None:
+    with observed_daemon(HPKV_KV_MEM_POOL_SIZE=POOL) as live, BlockCache("app", SIZE, socket=live.socket) as cache:
+        assert cache.put({b"k": content(b"k", SIZE)}) == 1
+        usage = live.ask("info")["storage"]
+        assert (usage["blocks"], usage["budget_bytes"]) == (0, 0)
+        assert not list(storage.iterdir())

@@ -157,7 +157,8 @@ class Recorder:
 
         def quiet() -> bool:
             self.note()
-            return not self.writes and not self.reads and not self.forgets
+            leaving = self.disk.tier._writer.eviction._departure is not None
+            return not self.writes and not self.reads and not self.forgets and not leaving
 
         self.disk.until(quiet)
 
@@ -175,7 +176,7 @@ class Recorder:
             numbers = [number for where, number in there if where == space]
             for start in range(0, len(numbers), 100):
                 outcomes = self.disk.read(numbers[start : start + 100], fingerprint)
-                assert set(outcomes) <= {Outcome.OK}
+                assert set(outcomes) <= {Outcome.OK}, outcomes
         self.disk.events.clear()
         lost = self.certain.keys() - set(there)
         assert len(lost) <= self.evicted + self.disk.counter("evicted_blocks") + self.dropped_files(), f"lost: {lost}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -14,7 +16,7 @@ from hpkv_daemon.tiers.disk.table import Phase, Segment
 SEGMENT_BYTES = 16 * PAGE
 BUDGET = 5 * SEGMENT_BYTES
 SPACES = [typed_digest("space", number) for number in range(2)]
-KEYS = [typed_digest("key", number) for number in range(12)]
+KEYS = [typed_digest("key", number) for number in range(7)]
 LENGTHS = {SPACES[0]: 100, SPACES[1]: PAGE + 1}
 
 spaces = st.sampled_from(SPACES)
@@ -56,20 +58,26 @@ class IndexMachine(RuleBasedStateMachine):
         self.files[number] = (segment.life, [])
         return segment
 
-    @rule(space=spaces, key=keys)
-    def place(self, space: bytes, key: bytes) -> None:
-        segment = self.open(LENGTHS[space])
-        if segment is not None:
+    @rule(space=spaces, several=st.lists(keys, min_size=1, max_size=5))
+    def place(self, space: bytes, several: list[bytes]) -> None:
+        for key in several:
+            segment = self.open(LENGTHS[space])
+            if segment is None:
+                return
             record = self.index.place(Kind.BLOCK, space, key, b"", LENGTHS[space])
             assert record.offset + record_bytes(record.length) <= segment.size
             segment.pins += 1
             self.under_way.append((segment, record))
 
     @precondition(lambda self: self.under_way)
-    @rule(pick=st.integers(0, 99), arrives=st.booleans())
-    def settle(self, pick: int, arrives: bool) -> None:
-        """A write ends; some earlier ones of the same segment may still be under way."""
-        segment, record = self.under_way.pop(pick % len(self.under_way))
+    @rule(order=st.randoms(use_true_random=False), some=st.integers(1, 12), lost=st.integers(0, 5))
+    def settle(self, order: random.Random, some: int, lost: int) -> None:
+        """Writes end, in any order; a few fail."""
+        order.shuffle(self.under_way)
+        for _ in range(min(some, len(self.under_way))):
+            self.settle_one(*self.under_way.pop(), arrives=bool(order.randrange(6) or lost))
+
+    def settle_one(self, segment: Segment, record: Record, arrives: bool) -> None:
         segment.pins -= 1
         if not arrives:
             return
@@ -111,7 +119,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.drop(space, key) is (self.known.pop((space, key), None) is not None)
         self.bury(Kind.FORGET_KEY, space, key, before)
 
-    @rule(space=spaces, sure=st.integers(0, 2))
+    @rule(space=spaces, sure=st.integers(0, 7))
     def forget_namespace(self, space: bytes, sure: int) -> None:
         before = self.index.next_sequence()
         if sure or self.open(0) is None:
@@ -169,15 +177,17 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.retired(segment.number, spare=True)
         del self.files[segment.number]
 
-    @rule(order=st.randoms(use_true_random=False))
-    def reopen(self, order: object) -> None:
+    @rule(order=st.randoms(use_true_random=False), sure=st.integers(0, 3))
+    def reopen(self, order: random.Random, sure: int) -> None:
         """The process dies with everything in it; a new index is told what is on disk, in any order of segments."""
+        if sure:
+            return
         self.under_way.clear()
         spares = dict(self.index.spares)
         self.index = DiskIndex(BUDGET, SEGMENT_BYTES)
         self.index.spares = spares
         numbers = list(self.files)
-        order.shuffle(numbers)  # type: ignore[attr-defined]
+        order.shuffle(numbers)
         segments = {n: self.index.recover(n, self.files[n][0], SEGMENT_BYTES) for n in numbers}
         for number in numbers:
             records = sorted(self.files[number][1], key=lambda record: record.number)
@@ -220,8 +230,8 @@ class IndexMachine(RuleBasedStateMachine):
 
 TestIndex = IndexMachine.TestCase
 TestIndex.settings = settings(
-    max_examples=100,
-    stateful_step_count=60,
+    max_examples=150,
+    stateful_step_count=80,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -247,7 +247,7 @@ def test_hot_blocks_stay_when_their_segment_goes(disk: Callable[..., Disk]) -> N
     tier = disk(budget=4 * MIB)
     tier.write(range(10))
     for start in range(10, 200, 10):
-        tier.skew += 10
+        tier.pass_time(10)
         assert tier.read([3, 4]) == (OK, OK)
         tier.write(range(start, start + 10))
     assert tier.has(range(10)) == [number in (3, 4) for number in range(10)]
@@ -261,7 +261,7 @@ def test_touched_blocks_are_hot_as_well(disk: Callable[..., Disk]) -> None:
     tier = disk(budget=4 * MIB)
     tier.write(range(10))
     for start in range(10, 100, 10):
-        tier.skew += 10
+        tier.pass_time(10)
         tier.tier.touch(SPACE, [name(7), name("unknown")])
         tier.write(range(start, start + 10))
     assert tier.has([7, 8]) == [True, False]
@@ -350,13 +350,25 @@ def test_what_is_on_its_way_when_it_is_forgotten_does_not_arrive(disk: Callable[
     assert not any(tier.has(range(140)))
 
 
+def test_nor_does_what_the_process_is_writing_already(disk: Callable[..., Disk]) -> None:
+    tier = disk()
+    tier.write([0])
+    ticket = tier.ask_write([5, 6])
+    assert not tier.tier._writer._queue, "it was ordered at once"
+    tier.is_durable(tier.tier.forget(SPACE, [name(5)]))
+    assert tier.done(ticket) == (Outcome.VOID, OK)
+    assert tier.has([0, 5, 6]) == [True, False, True]
+    tier.reopen(kill=True)
+    assert tier.has([0, 5, 6]) == [True, False, True]
+
+
 def test_a_tombstone_outlives_its_segment_while_older_ones_are_there(disk: Callable[..., Disk]) -> None:
     tier = disk(budget=5 * MIB)
     tier.write(range(14))
     tier.is_durable(tier.tier.forget(SPACE, [name(n) for n in range(10)]))
     # The oldest segment is kept by its use; the one with the tombstones goes.
     for start in range(100, 300, 10):
-        tier.skew += 10
+        tier.pass_time(10)
         tier.tier.touch(SPACE, [name(n) for n in range(10, 14)])
         tier.write(range(start, start + 10))
     assert not any(tier.has(range(10)))
@@ -481,6 +493,29 @@ def test_no_room_in_the_middle_evicts_and_tries_once_more(
     assert tier.counter("failed_writes") == 0
     assert tier.counter("evicted_blocks") > 100
     assert tier.state() is State.READY
+    tier.tier.check()
+
+
+def test_a_write_that_finds_no_room_evicts_and_is_tried_once_more(
+    disk: Callable[..., Disk], tmpfs: Callable[[str], Path]
+) -> None:
+    path = tmpfs("8m")
+    tier = disk(path=path / "storage", budget=7 * MIB)
+    for start in range(0, 50, 10):
+        tier.write(range(start, start + 10))
+    segment = tier.tier._index.open
+    assert segment is not None
+    # The space that was allocated for the open segment is gone after all, as on file systems that only promise it.
+    os.truncate(tier.path / f"segment-{segment.number:05}.hpkv", segment.end)
+    os.truncate(tier.path / f"segment-{segment.number:05}.hpkv", SEGMENT_BYTES)
+    usage = os.statvfs(path)
+    with (path / "squatter").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, usage.f_bavail * usage.f_frsize)
+    assert tier.write(range(100, 102)) == (OK, OK)
+    assert tier.counter("evicted_blocks") >= PER_SEGMENT
+    assert tier.counter("failed_writes") == 0
+    assert tier.state() is State.READY
+    assert tier.read(range(100, 102)) == (OK, OK)
     tier.tier.check()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -19,7 +20,8 @@ from hpkv_client.types import typed_digest
 from hpkv_daemon.tiers.base import BlockJob, Changed, Direction, Done, Outcome, Recovered, Scrubbed, State
 from hpkv_daemon.tiers.disk import directory, host
 from hpkv_daemon.tiers.disk.directory import LOCK_NAME, StorageDirectory
-from hpkv_daemon.tiers.disk.format import PAGE
+from hpkv_daemon.tiers.disk.format import PAGE, BadFormat
+from hpkv_daemon.tiers.disk.process import judge
 from hpkv_daemon.tiers.disk.table import Phase
 from hpkv_daemon.tiers.noop import NoopTier
 from tests.disks import BLOCK_BYTES, MIB, SEGMENT_BYTES, SPACE, Disk, name
@@ -247,7 +249,7 @@ def test_hot_blocks_stay_when_their_segment_goes(disk: Callable[..., Disk]) -> N
     tier = disk(budget=4 * MIB)
     tier.write(range(10))
     for start in range(10, 200, 10):
-        tier.pass_time(10)
+        tier.pass_time(2)
         assert tier.read([3, 4]) == (OK, OK)
         tier.write(range(start, start + 10))
     assert tier.has(range(10)) == [number in (3, 4) for number in range(10)]
@@ -261,7 +263,7 @@ def test_touched_blocks_are_hot_as_well(disk: Callable[..., Disk]) -> None:
     tier = disk(budget=4 * MIB)
     tier.write(range(10))
     for start in range(10, 100, 10):
-        tier.pass_time(10)
+        tier.pass_time(2)
         tier.tier.touch(SPACE, [name(7), name("unknown")])
         tier.write(range(start, start + 10))
     assert tier.has([7, 8]) == [True, False]
@@ -368,7 +370,7 @@ def test_a_tombstone_outlives_its_segment_while_older_ones_are_there(disk: Calla
     tier.is_durable(tier.tier.forget(SPACE, [name(n) for n in range(10)]))
     # The oldest segment is kept by its use; the one with the tombstones goes.
     for start in range(100, 300, 10):
-        tier.pass_time(10)
+        tier.pass_time(2)
         tier.tier.touch(SPACE, [name(n) for n in range(10, 14)])
         tier.write(range(start, start + 10))
     assert not any(tier.has(range(10)))
@@ -566,7 +568,7 @@ def test_a_tombstone_that_cannot_be_written_waits(disk: Callable[..., Disk], tmp
     tier.until(lambda: tier.state() is State.DEGRADED)
     assert not any(tier.has(range(10)))
     rules.write_text("")
-    tier.pass_time(10)
+    tier.pass_time(2)
     tier.is_durable(ticket)
     tier.reopen(kill=True)
     assert not any(tier.has(range(10)))
@@ -583,6 +585,23 @@ def test_a_reader_in_the_way_delays_an_eviction(disk: Callable[..., Disk], tmp_p
     assert tier.done(ticket) == (OK,)
     tier.until(lambda: tier.tier._writer.idle)
     tier.tier.check()
+
+
+@pytest.mark.parametrize(
+    ("problem", "outcome"),
+    [
+        (OSError(errno.ENOSPC, "full"), Outcome.NO_SPACE),
+        (OSError(errno.EDQUOT, "quota"), Outcome.NO_SPACE),
+        (OSError(errno.EROFS, "read-only"), Outcome.READ_ONLY),
+        (OSError(errno.EIO, "broken"), Outcome.IO_ERROR),
+        (OSError(errno.ENOENT, "gone"), Outcome.MISSING),
+        (BadFormat("torn"), Outcome.BAD),
+        (RuntimeError("a mistake of ours"), Outcome.IO_ERROR),
+    ],
+)
+def test_every_failure_has_an_outcome(problem: Exception, outcome: Outcome) -> None:
+    assert judge(problem)[0] is outcome
+    assert str(problem.args[-1]) in judge(problem)[1]
 
 
 # -- the directory ----------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from pathlib import Path
 import uvloop
 
 from hpkv_client.address import read_key
+from hpkv_client.errors import ConfigError
 from hpkv_client.settings import Settings, report
 from hpkv_daemon.core.policy import POLICIES
 from hpkv_daemon.core.slots import extent_bytes_for
@@ -130,7 +131,15 @@ def _tier(settings: Settings, pool: Pool) -> Tier:
         return NoopTier()
     storage = StorageDirectory.open(settings.storage_path)
     try:
-        budget = storage.budget(settings.storage_size)
+        try:
+            budget = storage.budget(settings.storage_size)
+        except ConfigError as problem:
+            if settings.storage_size is not None:
+                raise
+            # Nobody said how much it must be: memory alone is of use, too.
+            log.warning("storage is off: %s", problem)
+            storage.close()
+            return NoopTier()
         log.info("storage: %d bytes at most in %s", budget, settings.storage_path)
         return DiskTier(storage, budget, pool.fileno(), pool.size, faults=settings.faults)
     except BaseException:

@@ -48,7 +48,12 @@ class Tiering:
         """Namespace and key of each block that is being brought back."""
         self._waiting: list[tuple[set[tuple[int, BlockKey]], Callable[[], None]]] = []
         self._sweep = 0
-        store.on_resident = self._resident
+        """The next slot of the sweep."""
+        self._unswept = 0
+        """Slots that the sweep still has to look at."""
+        if tier.usage().budget_bytes:
+            store.on_resident = self._resident
+            self._sweep_all()
         reactor.add_reader(tier.fileno(), self.poll)
         tier.recover()
 
@@ -60,6 +65,7 @@ class Tiering:
             return
         if len(self._queue) == MOST_QUEUED:
             self._queue.popleft()
+            self._sweep_all()
         self._queue.append((slot, key))
 
     def _has(self, fingerprint: bytes, key: BlockKey) -> bool:
@@ -81,6 +87,7 @@ class Tiering:
             ticket = self._tier.write(jobs)
             if ticket is None:
                 # Full, or degraded: the sweep offers them again.
+                self._sweep_all()
                 return
             for slot in slots:
                 self._blocks.pin(slot)
@@ -92,14 +99,19 @@ class Tiering:
         offset = self._blocks.slots.offset(slot)
         return BlockJob(home.fingerprint, self._blocks.key_of(slot), parent, home.block_bytes, offset)
 
+    def _sweep_all(self) -> None:
+        """Some resident block may not be on the tier: look at all of them, in time."""
+        self._unswept = len(self._blocks.table.state)
+
     def _sweep_some(self) -> None:
-        """Look for resident blocks that the tier does not have; all of the pool in turns."""
+        """Look for resident blocks that the tier does not have."""
         state = self._blocks.table.state
-        if self._queue or self._writing or not state:
+        if not self._unswept or self._queue or self._writing or self._tier.usage().state is not base.State.READY:
             return
         first = self._sweep if self._sweep < len(state) else 0
-        self._sweep = first + SWEEP_SLOTS
-        for slot in range(first, min(self._sweep, len(state))):
+        self._sweep = min(first + SWEEP_SLOTS, len(state))
+        self._unswept = max(0, self._unswept - SWEEP_SLOTS)
+        for slot in range(first, self._sweep):
             if state[slot] == State.RESIDENT:
                 key = self._blocks.key_of(slot)
                 if not self._has(self._blocks.namespace_of(slot).fingerprint, key):
@@ -190,6 +202,8 @@ class Tiering:
         if slots is not None:
             for slot in slots:
                 self._blocks.unpin(slot)
+            if any(outcome is not Outcome.OK for outcome in done.outcomes):
+                self._sweep_all()
             return
         for reservation, outcome in zip(self._reading.pop(done.ticket, []), done.outcomes, strict=True):
             slot = reservation.slots[0]

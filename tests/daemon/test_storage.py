@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from hpkv_client.client import BlockCache
+from tests.daemons import DaemonFactory, hpkvd
 from tests.support import Observed, Rank, content, hashes, observed_daemon, plain_shard, wait_until
 
 SIZE = 64 << 10
@@ -201,3 +204,77 @@ def test_without_a_path_there_is_no_storage(storage: Path) -> None:
         usage = live.ask("info")["storage"]
         assert (usage["blocks"], usage["budget_bytes"]) == (0, 0)
         assert not list(storage.iterdir())
+
+
+@pytest.fixture
+def little(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for hardly anything."""
+    path = tmp_path / "little"
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(path)], check=True)
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_disk_without_room_is_left_alone_unless_a_size_was_asked_for(little: Path) -> None:
+    with (
+        observed_daemon(HPKV_KV_MEM_POOL_SIZE=POOL, HPKV_KV_STORAGE_PATH=little) as live,
+        BlockCache("app", SIZE, socket=live.socket) as cache,
+    ):
+        assert "storage is off" in live.handle.text()
+        assert cache.put({b"k": content(b"k", SIZE)}) == 1
+        assert cache.get([b"k"]) == [content(b"k", SIZE)]
+    factory = DaemonFactory()
+    try:
+        env = factory.environment(HPKV_KV_STORAGE_PATH=little, HPKV_STORAGE_SIZE="1g")
+        done = hpkvd("serve", env=env)
+        assert done.returncode == 78
+        assert "HPKV_STORAGE_SIZE" in done.stderr.splitlines()[-1]
+    finally:
+        factory.close()
+
+
+def test_two_daemons_never_share_a_directory(storage: Path) -> None:
+    with daemon_on(storage) as live:
+        factory = DaemonFactory()
+        try:
+            done = hpkvd("serve", env=factory.environment(HPKV_KV_STORAGE_PATH=storage))
+            assert done.returncode == 75
+            assert f"pid {live.handle.pid}" in done.stderr.splitlines()[-1]
+        finally:
+            factory.close()
+
+
+def test_clients_that_ask_for_the_same_blocks_at_once_get_them_read_once(storage: Path) -> None:
+    names = keys(48)
+    with daemon_on(storage) as live, BlockCache("app", SIZE, socket=live.socket) as cache:
+        fill(live, cache, names)
+        fill(live, cache, keys(64, "flood"))
+        read = live.stats()["storage_read_blocks"]
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda _: ask_anew(live, names), range(4)))
+        assert answers == [[content(key, SIZE) for key in names]] * 4
+        assert live.stats()["storage_read_blocks"] - read <= 48
+        assert live.ask("check")["ok"]
+
+
+def ask_anew(live: Observed, names: list[bytes]) -> list[bytes | None]:
+    with BlockCache("app", SIZE, socket=live.socket) as cache:
+        return cache.get(names)
+
+
+def test_a_client_that_leaves_while_its_blocks_are_read_leaves_nothing(storage: Path) -> None:
+    chain = hashes(*(f"block {i}" for i in range(16)))
+    with daemon_on(storage) as live:
+        with Rank(live.socket, plain_shard(SIZE, 16)) as rank:
+            rank.hello().register().ready()
+            rank.store(chain, range(16))
+            assert kept(live) == 16
+            for i in range(8):
+                rank.store(hashes(*(f"flood {i} {j}" for j in range(16))), range(16))
+                kept(live)
+            live.faults("disk_read=delay:0.2")
+            assert rank.match(chain)[0] == 0
+        live.faults("")
+        live.settle(20)
+        live.assert_sound()

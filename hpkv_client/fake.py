@@ -211,12 +211,12 @@ class FakeService:
         hit = list(takewhile(lambda key: (engine.namespace, key) in self.blocks, keys))
         self._counters["requested_blocks"] += len(keys)
         self._counters["matched_blocks"] += len(hit)
-        return {"hit": len(hit), "lease": self._grant(request, hit) if hit else 0}
+        return {"hit": len(hit), "lease": self._grant(request, hit) if hit else 0, "coming": 0}
 
     def _do_acquire(self, request: Request) -> Body:
         engine, keys = self._engine(request), Keys(request.body["keys"])
         found = bytes((engine.namespace, key) in self.blocks for key in keys)
-        return {"found": found, "lease": self._grant(request, list(keys)) if any(found) else 0}
+        return {"found": found, "lease": self._grant(request, list(keys)) if any(found) else 0, "coming": 0}
 
     def _grant(self, request: Request, keys: list[BlockKey]) -> int:
         lease = secrets.randbits(60) | 1

@@ -66,7 +66,7 @@ class BlockStore:
         self._by_fingerprint: dict[bytes, int] = {}
         self._reservations: dict[int, Reservation] = {}
         self._numbers = count(1)
-        self.on_resident: Callable[[int], None] = lambda slot: None  # noqa: ARG005
+        self.on_resident: Callable[[int], None] | None = None
         """Called with the slot of each block that becomes resident."""
 
     # -- namespaces ---------------------------------------------------------------------------------------
@@ -305,7 +305,8 @@ class BlockStore:
             self.blocks.make_resident(complete)
             self.blocks.counters[f"{counted}_blocks"] += 1
             self.blocks.counters[f"{counted}_bytes"] += self.blocks.namespace_of(complete).block_bytes
-            self.on_resident(complete)
+            if self.on_resident is not None:
+                self.on_resident(complete)
             settled += 1
             ready.extend(self.blocks.table.children_of(complete))
         return settled

@@ -82,7 +82,8 @@ def test_a_signal_while_it_starts_ends_it_cleanly(daemon: DaemonFactory, what: s
     said = process.communicate(timeout=10)[1]
     assert process.returncode == 0, said
     assert "Traceback" not in said
-    assert left_behind(env) == []
+    # On a machine that was busy elsewhere it may have come further than we saw; then the next daemon has its pool.
+    assert left_behind(env) == (KEPT if " ready: " in said else [])
 
 
 def test_twenty_crashes_on_a_tmpfs_of_one_and_a_half_pools(daemon: DaemonFactory, tmpfs: Callable[[str], Path]) -> None:

@@ -121,6 +121,7 @@ class World:
         self.node = Node(self.reactor, pool)
         self.node.on_copy = self._check_copy
         self.store = BlockStore(pool, POLICIES[policy], first_lease=1 << 20)
+        self.tier = NoopTier()
         self.service = Service(
             self.store,
             {"cpu": self.node.start_mover},
@@ -130,7 +131,7 @@ class World:
             self._receive,
             _LEASE_SECONDS,
             Faults(entropy.pick(_FAULTS)),
-            NoopTier(),
+            self.tier,
         )
         self.node.awake = self.service._awake
         self._sessions: list[tuple[int, Peer, str]] = []
@@ -480,8 +481,9 @@ class World:
             "movers that end": movers._ending,
             "processes of movers": self.node.live,
             "copies": self.node.copies,
-            "descriptors": self.reactor.readers,
+            "descriptors": self.reactor.readers.keys() - {self.tier.fileno()},
         }
+        self.tier.close(0.0)
         assert not any(left.values()), f"what stays: { {name: value for name, value in left.items() if value} }"
 
 

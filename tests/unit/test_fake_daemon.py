@@ -193,7 +193,7 @@ def test_a_block_exists_once_every_rank_has_stored_its_part(make_ranks: Callable
     ranks.memory(0)[: ranks.half] = b"a" * ranks.half
     ranks.memory(1)[: ranks.half] = b"b" * ranks.half
     assert ranks.store(0, 1, KEYS[:1], [0]) == {"kept": 0, "dropped": 0, "partial": True}
-    assert ranks.match(KEYS[:1]) == {"hit": 0, "lease": 0}
+    assert ranks.match(KEYS[:1]) == {"hit": 0, "lease": 0, "coming": 0}
     assert ranks.store(1, 1, KEYS[:1], [0]) == {"kept": 1, "dropped": 0, "partial": False}
     with pytest.raises(UsageError):
         ranks.store(1, 1, KEYS[:1], [0])
@@ -228,7 +228,7 @@ def test_a_prefix_ends_at_its_first_missing_block(make_ranks: Callable[..., Rank
         orphan = ranks.store(rank, 2, [KEYS[5]], [2], parent=KEYS[4])
     assert (orphan["kept"], orphan["dropped"]) == (0, 1)
     assert ranks.match(KEYS)["hit"] == 2
-    assert ranks.match([KEYS[7], KEYS[0]]) == {"hit": 0, "lease": 0}
+    assert ranks.match([KEYS[7], KEYS[0]]) == {"hit": 0, "lease": 0, "coming": 0}
 
 
 def test_a_lease_ends_with_its_release_and_covers_its_blocks_only(make_ranks: Callable[..., Ranks]) -> None:
@@ -253,7 +253,7 @@ def test_unrelated_blocks_are_leased_where_they_are_found(make_ranks: Callable[.
     assert ranks.load(0, 2, found["lease"], 3, [2]) == {"loaded": 1}
     with pytest.raises(UsageError):
         ranks.load(0, 3, found["lease"], 2, [2])
-    assert ranks.call(0, "acquire", {"keys": KEYS[0]}) == {"found": bytes(1), "lease": 0}
+    assert ranks.call(0, "acquire", {"keys": KEYS[0]}) == {"found": bytes(1), "lease": 0, "coming": 0}
 
 
 def test_an_engine_that_lost_a_rank_is_not_ready(make_ranks: Callable[..., Ranks]) -> None:

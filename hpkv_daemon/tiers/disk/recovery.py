@@ -26,6 +26,8 @@ class Recovery:
         """Segments whose records are not known yet, by number."""
         self._unsealed: set[int] = set()
         self._total = 0
+        self._newest = 0
+        """Life of the segment that may be written on."""
         self.settled = False
         """The index says which files there are; not so from the end of a process until the next one has looked."""
         self.known = False
@@ -74,6 +76,7 @@ class Recovery:
         for file in files:
             self._pending[file.number] = self._index.recover(file.number, file.life, file.size)
         self._total = len(self._pending)
+        self._newest = max((file.life for file in files), default=0)
 
     def _take_spare(self, file: Found) -> None:
         if file.size == self._index.segment_bytes:
@@ -121,7 +124,7 @@ class Recovery:
         if reply.outcome is Outcome.DIED or self._pending.pop(segment.number, None) is None:
             return
         segment.trim()
-        newest = segment.life == self._index.next_life - 1
+        newest = segment.life == self._newest
         if newest and reply.ok and self._may_resume(segment):
             self._index.resume(segment.number)
             self._shared.process.ask(self._resumed, "resume", place_of(segment))

@@ -366,16 +366,20 @@ def test_nor_does_what_the_process_is_writing_already(disk: Callable[..., Disk])
 
 def test_a_tombstone_outlives_its_segment_while_older_ones_are_there(disk: Callable[..., Disk]) -> None:
     tier = disk(budget=5 * MIB)
-    tier.write(range(14))
+    tier.write(range(PER_SEGMENT))
+    tier.write(range(50, 58))
     tier.is_durable(tier.tier.forget(SPACE, [name(n) for n in range(10)]))
-    # The oldest segment is kept by its use; the one with the tombstones goes.
+    # The oldest segment is kept by the use of what is left in it; the one with the tombstones goes.
     for start in range(100, 300, 10):
         tier.pass_time(2)
-        tier.tier.touch(SPACE, [name(n) for n in range(10, 14)])
+        tier.tier.touch(SPACE, [name(n) for n in range(10, PER_SEGMENT)])
         tier.write(range(start, start + 10))
+    lives = {segment.life for segment in tier.tier._index.segments.values()}
+    assert 1 in lives
+    assert 2 not in lives
     assert not any(tier.has(range(10)))
     tier.reopen(kill=True)
-    assert not any(tier.has(range(10)))
+    assert tier.has(range(PER_SEGMENT)) == [number >= 10 for number in range(PER_SEGMENT)]
 
 
 def test_a_namespace_can_be_forgotten_before_it_is_recovered(tmp_path: Path) -> None:

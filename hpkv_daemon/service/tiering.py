@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 OWNER = "(tier)"
 BATCH_BYTES = 16 << 20
 """Payloads of one batch in either direction: small enough that others get their turn in between."""
+WRITTEN_SHARE = 8
+"""At most about one part in this many of the pool is being written at any time: it cannot be evicted meanwhile."""
 MOST_QUEUED = 1 << 16
 """Blocks that wait to be written; with more, those that wait longest are passed over, for the sweep to find."""
 SWEEP_SLOTS = 4096
@@ -40,8 +42,11 @@ class Tiering:
         self._tier = tier
         self._queue: deque[tuple[int, BlockKey]] = deque()
         """Slots with what is in them, to be written."""
-        self._writing: dict[int, list[int]] = {}
-        """Ticket -> pinned slots."""
+        self._writing: dict[int, tuple[list[int], int]] = {}
+        """Ticket -> pinned slots, and the bytes in them."""
+        self._written_bytes = 0
+        slots = store.blocks.slots
+        self._most_written = slots.extents * slots.extent_bytes // WRITTEN_SHARE
         self._reading: dict[int, list[Reservation]] = {}
         """Ticket -> one reservation for each block."""
         self._coming: set[tuple[int, BlockKey]] = set()
@@ -72,10 +77,10 @@ class Tiering:
         return bool(self._tier.match(fingerprint, (key,)))
 
     def _write_some(self) -> None:
-        """Hand over what waits, as much as the tier takes."""
-        while self._queue:
+        """Hand over what waits, as much as the tier takes, and no more than a part of the pool: it is pinned."""
+        while self._queue and self._written_bytes < self._most_written:
             slots, jobs, size = [], [], 0
-            while self._queue and size < BATCH_BYTES:
+            while self._queue and size < min(BATCH_BYTES, self._most_written):
                 slot, key = self._queue.popleft()
                 # It may have left, and another one come, since it was queued.
                 if self._blocks.table.state[slot] == State.RESIDENT and self._blocks.key_of(slot) == key:
@@ -91,7 +96,8 @@ class Tiering:
                 return
             for slot in slots:
                 self._blocks.pin(slot)
-            self._writing[ticket] = slots
+            self._writing[ticket] = slots, size
+            self._written_bytes += size
 
     def _job(self, slot: int) -> BlockJob:
         home, above = self._blocks.namespace_of(slot), self._blocks.table.parent[slot]
@@ -198,8 +204,10 @@ class Tiering:
             log.info("storage is ready")
 
     def _over(self, done: Done) -> None:
-        slots = self._writing.pop(done.ticket, None)
-        if slots is not None:
+        written = self._writing.pop(done.ticket, None)
+        if written is not None:
+            slots, size = written
+            self._written_bytes -= size
             for slot in slots:
                 self._blocks.unpin(slot)
             if any(outcome is not Outcome.OK for outcome in done.outcomes):

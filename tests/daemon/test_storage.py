@@ -198,6 +198,20 @@ def test_a_disk_process_that_dies_is_replaced(storage: Path) -> None:
         assert live.ask("check")["ok"]
 
 
+def test_a_slow_disk_keeps_no_more_than_its_share_of_the_pool(storage: Path) -> None:
+    with daemon_on(storage) as live, BlockCache("app", SIZE, socket=live.socket) as cache:
+        live.faults("disk_write=delay:1")
+        for start in range(0, 256, 8):
+            some = keys(256)[start : start + 8]
+            assert cache.put({key: content(key, SIZE) for key in some}) == 8, (
+                "the pool is full of what is being written"
+            )
+        assert live.stats()["pool_pinned_blocks"] <= 64 // 4
+        assert live.stats()["dropped_full_blocks"] == 0
+        live.faults("")
+        kept(live)
+
+
 def test_without_a_path_there_is_no_storage(storage: Path) -> None:
     with observed_daemon(HPKV_KV_MEM_POOL_SIZE=POOL) as live, BlockCache("app", SIZE, socket=live.socket) as cache:
         assert cache.put({b"k": content(b"k", SIZE)}) == 1

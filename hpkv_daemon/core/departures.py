@@ -17,6 +17,7 @@ class Reason(IntEnum):
     NO_ROOM = 2
     NO_PARENT = 3
     FAILED = 4
+    UNREADABLE = 5
 
 
 REASONS = {
@@ -24,6 +25,7 @@ REASONS = {
     Reason.NO_ROOM: "not stored: every slot was in use",
     Reason.NO_PARENT: "not stored: the block before it was not there",
     Reason.FAILED: "not stored: a rank's part did not come",
+    Reason.UNREADABLE: "on storage, but damaged there or not readable",
 }
 """The reasons as operators read them."""
 

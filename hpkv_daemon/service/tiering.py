@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from hpkv_client.types import BlockKey
 from hpkv_client.wire import Body
+from hpkv_daemon.core.departures import Reason
 from hpkv_daemon.core.index import NONE, State
 from hpkv_daemon.core.store import BlockStore, Reservation
 from hpkv_daemon.service.sessions import Reactor
@@ -219,7 +220,9 @@ class Tiering:
             if outcome is Outcome.OK:
                 self._store.commit(reservation, "promoted")
             else:
+                key = self._blocks.key_of(slot)
                 self._store.abort(reservation)
+                self._blocks.departures.note(key, Reason.UNREADABLE)
         waiting, self._waiting = self._waiting, []
         for left, then in waiting:
             left &= self._coming

@@ -126,6 +126,45 @@ def test_a_prefix_on_disk_comes_back_as_a_prefix(storage: Path) -> None:
         live.assert_sound()
 
 
+def test_a_prefix_ends_before_a_damaged_block_and_explain_says_so(storage: Path) -> None:
+    chain = hashes(*(f"block {i}" for i in range(8)))
+    with daemon_on(storage) as live, Rank(live.socket, plain_shard(SIZE, 16)) as rank:
+        rank.hello().register().ready()
+        for number, prefix in enumerate(chain):
+            rank.block(number)[:] = bytearray(content(prefix, SIZE))
+        rank.store(chain, range(8))
+        assert kept(live) == 8
+        for i in range(8):
+            rank.store(hashes(*(f"flood {i} {j}" for j in range(16))), range(16))
+            kept(live)
+        damage(storage, content(chain[3], SIZE))
+        wait_until(lambda: settled_hit(rank, chain) == 3, 20)
+        reason = live.ask("explain", last=1)["lookups"][0]["reason"]
+        assert reason == "on storage, but damaged there or not readable"
+        rank.store(chain[3:], range(3, 8), parent=chain[2])
+        assert settled_hit(rank, chain) == 8
+
+
+def settled_hit(rank: Rank, chain: list[bytes]) -> int:
+    """How much of the chain is in memory; -1 while some of it is being read."""
+    answer = rank.call("match", keys=rank.keys(chain))
+    if answer["lease"]:
+        rank.call("release", lease=answer["lease"])
+    return -1 if answer["coming"] else int(answer["hit"])
+
+
+def damage(storage: Path, payload: bytes) -> None:
+    """Overwrite a part of a block on the disk."""
+    for segment in storage.glob("segment-*.hpkv"):
+        at = segment.read_bytes().find(payload)
+        if at >= 0:
+            with segment.open("r+b") as file:
+                file.seek(at + 100)
+                file.write(b"damage")
+            return
+    raise AssertionError("the block is in no segment")
+
+
 def full(rank: Rank, chain: list[bytes]) -> bool:
     """Whether the whole chain is in memory by now."""
     hit, lease = rank.match(chain)
@@ -154,13 +193,7 @@ def test_a_block_that_was_damaged_on_disk_is_a_miss_and_is_stored_anew(storage: 
     with daemon_on(storage) as live, BlockCache("app", SIZE, socket=live.socket) as cache:
         fill(live, cache, names)
         fill(live, cache, keys(64, "flood"))
-        for segment in storage.glob("segment-*.hpkv"):
-            data = bytearray(segment.read_bytes())
-            at = data.find(content(names[5], SIZE))
-            if at >= 0:
-                with segment.open("r+b") as file:
-                    file.seek(at + 100)
-                    file.write(b"damage")
+        damage(storage, content(names[5], SIZE))
         found = cache.get(names)
         assert found[5] is None
         assert [block for i, block in enumerate(found) if i != 5] == [

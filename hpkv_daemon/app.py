@@ -125,7 +125,7 @@ def _store(settings: Settings, pool: Pool, ledger: PoolLedger) -> BlockStore:
     return store
 
 
-def _tier(settings: Settings, pool: Pool) -> Tier:
+def _tier(settings: Settings, pool: Pool, clock: Callable[[], float]) -> Tier:
     """What keeps blocks beyond the pool."""
     if settings.storage_path is None:
         return NoopTier()
@@ -141,7 +141,7 @@ def _tier(settings: Settings, pool: Pool) -> Tier:
             storage.close()
             return NoopTier()
         log.info("storage: %d bytes at most in %s", budget, settings.storage_path)
-        return DiskTier(storage, budget, pool.fileno(), pool.size, faults=settings.faults)
+        return DiskTier(storage, budget, pool.fileno(), pool.size, clock=clock, faults=settings.faults)
     except BaseException:
         storage.close()
         raise
@@ -177,7 +177,6 @@ async def _run(
     def host_mover() -> Mover:
         return HostMover(pool.fileno(), pool.size, settings.faults)
 
-    tier = _tier(settings, pool)
     service = Service(
         store,
         {"cpu": host_mover},
@@ -187,7 +186,7 @@ async def _run(
         local.send,
         settings.lease_seconds,
         faults,
-        tier,
+        lambda clock: _tier(settings, pool, clock),
     )
     ticker = asyncio.create_task(_tick(service))
     for router in routers:

@@ -60,7 +60,10 @@ Send = Callable[[bytes, bytes], None]
 
 
 class Service:
-    """Sessions, engines and verbs over one block store. Control loop only; ``clock`` is monotonic seconds."""
+    """Sessions, engines and verbs over one block store. Control loop only; ``clock`` is monotonic seconds.
+
+    ``tier`` makes the tier; its clock stands still while this process is stopped.
+    """
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class Service:
         send: Send,
         lease_seconds: float,
         faults: Faults,
-        tier: Tier,
+        tier: Callable[[Callable[[], float]], Tier],
     ) -> None:
         self._store = store
         self._identity = identity
@@ -89,7 +92,7 @@ class Service:
         self._transfers = Transfers(
             store, self._movers, reactor, clock, self._awake, self._answer, lease_seconds, faults
         )
-        self._tiering = Tiering(store, tier, reactor)
+        self._tiering = Tiering(store, tier(self._awake), reactor)
         self._explanations = Explanations(store)
         self._counters: Counter[str] = Counter()
         self._open_verbs: dict[str, Callable[[Peer, Request], Body]] = {

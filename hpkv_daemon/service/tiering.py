@@ -90,7 +90,12 @@ class Tiering:
                     size += jobs[-1].length
             if not jobs:
                 return
-            ticket = self._tier.write(jobs)
+            try:
+                ticket = self._tier.write(jobs)
+            except ValueError as problem:
+                # What an earlier daemon left there contradicts these blocks: they stay in memory only.
+                log.warning("storage does not take blocks: %s", problem)
+                continue
             if ticket is None:
                 # Full, or degraded: the sweep offers them again.
                 self._sweep_all()
@@ -176,7 +181,11 @@ class Tiering:
         for start in range(0, len(reservations), size):
             batch = reservations[start : start + size]
             jobs = [self._job(reservation.slots[0]) for reservation in batch]
-            ticket = self._tier.read(jobs)
+            try:
+                ticket = self._tier.read(jobs)
+            except ValueError as problem:
+                log.warning("storage does not give blocks: %s", problem)
+                ticket = None
             if ticket is None:
                 for reservation in reversed(reservations[start:]):
                     self._store.abort(reservation)

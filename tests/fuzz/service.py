@@ -131,7 +131,7 @@ class World:
             self._receive,
             _LEASE_SECONDS,
             Faults(entropy.pick(_FAULTS)),
-            self.tier,
+            lambda _: self.tier,
         )
         self.node.awake = self.service._awake
         self._sessions: list[tuple[int, Peer, str]] = []

@@ -41,7 +41,7 @@ class Client:
             lambda _, frame: self.replies.append(wire.decode_reply(frame)),
             5.0,
             Faults(),
-            NoopTier(),
+            lambda _: NoopTier(),
         )
         self.session = 0
         self.session = self.call("hello", major=1, minor=0, name="n", engine="e")["session"]

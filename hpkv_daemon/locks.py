@@ -18,6 +18,7 @@ from hpkv_client.errors import Busy, ConfigError, NotPermitted
 from hpkv_client.launch import listener
 from hpkv_daemon.directories import ensure_directory
 
+_CLAIM_RETRY_SECONDS = 0.01
 _SETTLE_SECONDS = 0.25
 """A lock counts as held only after this long: readers test it by taking it for an instant."""
 
@@ -254,3 +255,20 @@ def _clear_stale_socket(path: Path) -> None:
             "stop it, or set HPKV_SOCKET to another path",
         )
     path.unlink()
+
+
+def claim(fd: int, seconds: float) -> bool:
+    """Take the lock of an open file that others may hold by inheritance; whether they let go within so many seconds.
+
+    Waits: not for the control loop. The lock ends with the last copy of the descriptor.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_CLAIM_RETRY_SECONDS)
+        else:
+            return True

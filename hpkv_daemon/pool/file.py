@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from hpkv_client.errors import Busy, ConfigError, NotPermitted
 from hpkv_client.values import MAX_SIZE, format_size
 from hpkv_daemon.directories import ensure_directory
-from hpkv_daemon.locks import FileLock
+from hpkv_daemon.locks import FileLock, claim
 
 FILE_NAME = "pool"
 INDEX_NAME = "index"
@@ -22,7 +20,6 @@ STEP_BYTES = 256 << 20
 """Allocated at a time: progress is seen and a stop signal heard in between."""
 
 _MOVERS_LEAVE_SECONDS = 10.0
-_RETRY_SECONDS = 0.01
 
 Progress = Callable[[int, int], None]
 """Called with (bytes allocated, bytes in all)."""
@@ -184,18 +181,11 @@ def _whole_pages(directory: Path, size: int) -> int:
 
 def _wait_for_movers(fd: int, path: Path) -> None:
     """Movers of a killed daemon end by themselves within a moment; until then they may write to the file."""
-    deadline = time.monotonic() + _MOVERS_LEAVE_SECONDS
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise Busy(
-                    f"pool {path} is still mapped by a mover of an earlier hpkvd",
-                    f"end it ('fuser -k {path}'), or choose another directory",
-                ) from None
-        time.sleep(_RETRY_SECONDS)
+    if not claim(fd, _MOVERS_LEAVE_SECONDS):
+        raise Busy(
+            f"pool {path} is still mapped by a mover of an earlier hpkvd",
+            f"end it ('fuser -k {path}'), or choose another directory",
+        )
 
 
 def _allocate(fd: int, path: Path, size: int, progress: Progress) -> None:

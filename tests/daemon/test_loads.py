@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -30,33 +30,6 @@ from tests.support import (
 SIZES = [1, 4095, 4096, 4097, 1 << 20]
 LARGE = 1 << 22
 """A mover looks for messages after every second block of this size."""
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Observed]:
-    """The daemon of this module."""
-    with observed_daemon(HPKV_KV_MEM_POOL_SIZE="96m") as observed:
-        yield observed
-
-
-@pytest.fixture(scope="module")
-def resting(shared: Observed) -> Iterator[Rank]:
-    """A rank that does nothing but keep the mover."""
-    with Rank(shared.socket, plain_shard(4096, 1), engine="resting").register() as rank:
-        rank.ready()
-        yield rank
-
-
-@pytest.fixture
-def live(shared: Observed, resting: Rank) -> Iterator[Observed]:
-    """The shared daemon, empty before the test and clean after it."""
-    assert resting.call("heartbeat")["ready"]
-    shared.ask("clear")
-    yield shared
-    shared.faults("")
-    shared.settle(sessions=1, engines=1)
-    assert shared.stats()["internal_errors"] == 0
-    assert "Traceback" not in shared.handle.text()
 
 
 # -- every byte ---------------------------------------------------------------------------------------------

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import secrets
-import time
 from pathlib import Path
 
 from hpkv_client.errors import Busy, ConfigError, NotPermitted
 from hpkv_client.values import format_size
 from hpkv_daemon.directories import ensure_directory
-from hpkv_daemon.locks import FileLock
+from hpkv_daemon.locks import FileLock, claim
 from hpkv_daemon.tiers.disk.format import IDENTITY_BYTES, VERSION
 from hpkv_daemon.tiers.disk.index import MIN_SEGMENTS
 
@@ -26,7 +24,6 @@ MIN_SEGMENT_BYTES = 16 << 20
 MAX_SEGMENT_BYTES = 4 << 30
 _SEGMENTS = 64
 _LEAVE_SECONDS = 5.0
-_RETRY_SECONDS = 0.01
 
 
 class StorageDirectory:
@@ -128,18 +125,11 @@ def _open_identity(path: Path) -> int:
 
 def _wait_for_orphan(fd: int, path: Path) -> None:
     """The disk process of a killed daemon ends within a moment, unless its disk does not answer."""
-    deadline = time.monotonic() + _LEAVE_SECONDS
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise Busy(
-                    f"storage {path} is still used by the disk process of an earlier hpkvd",
-                    f"end it ('fuser -k {path / IDENTITY_NAME}'), or choose another directory",
-                ) from None
-        time.sleep(_RETRY_SECONDS)
+    if not claim(fd, _LEAVE_SECONDS):
+        raise Busy(
+            f"storage {path} is still used by the disk process of an earlier hpkvd",
+            f"end it ('fuser -k {path / IDENTITY_NAME}'), or choose another directory",
+        )
 
 
 def _identity(fd: int, path: Path) -> bytes:

@@ -167,18 +167,21 @@ class PatchedDaemon(DaemonHandle):
 
 class ImpatientDaemon(PatchedDaemon):
     """Gives up sooner: after 1 s on a silent process it cannot see and on a store that a rank never joins, after
-    1.5 s on a mover that does not answer and 0.7 s on one that does not confirm. It replaces movers at once."""
+    1.5 s on a mover that does not answer and 0.7 s on one that does not confirm. It replaces movers at once. Its own
+    sleep counts for less than any of that."""
 
     PATCH = (
-        "from hpkv_daemon.service import movers, service, transfers\n"
+        "from hpkv_daemon.service import clock, movers, service, transfers\n"
+        "clock._LONGEST_STEP = 0.3\n"
         "service.SILENCE_SECONDS = transfers.STORE_JOB_SECONDS = 1.0\n"
         "movers.ANSWER_SECONDS, movers.CONFIRM_SECONDS, movers.RESTART_SECONDS = 1.5, 0.7, 0.2\n"
     )
 
 
 class BlindDaemon(ImpatientDaemon):
-    """In a PID namespace of its own: it sees none of its clients."""
+    """In a PID namespace of its own: it sees none of its clients. They may be silent for 2 s."""
 
+    PATCH = f"{ImpatientDaemon.PATCH}service.SILENCE_SECONDS = 2.0\n"
     PREFIX = ("unshare", "--pid", "--fork", "--kill-child")
 
 

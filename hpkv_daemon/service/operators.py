@@ -1,0 +1,136 @@
+"""What operators ask: the daemon's own state, and what they may change of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+
+from hpkv_client import wire
+from hpkv_client.errors import HpkvError, NotPermitted, UsageError
+from hpkv_client.wire import Body, Request
+from hpkv_daemon.core.store import BlockStore
+from hpkv_daemon.service.clock import AwakeClock
+from hpkv_daemon.service.engines import Engine
+from hpkv_daemon.service.explain import Explanations
+from hpkv_daemon.service.movers import Movers
+from hpkv_daemon.service.report import Identity, describe, fitted, statistics
+from hpkv_daemon.service.sessions import Peer, SessionTable
+from hpkv_daemon.service.tiering import Tiering
+from hpkv_daemon.service.transfers import Transfers
+
+log = logging.getLogger(__name__)
+
+
+class Operators:
+    """Verbs that need no session. Control loop only; everything it is given belongs to the service."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        identity: Identity,
+        clock: Callable[[], float],
+        awake: AwakeClock,
+        engines: dict[str, Engine],
+        sessions: SessionTable,
+        movers: Movers,
+        transfers: Transfers,
+        tiering: Tiering,
+        explanations: Explanations,
+        counters: Counter[str],
+    ) -> None:
+        self._store = store
+        self._identity = identity
+        self._clock = clock
+        self._started = clock()
+        self._awake = awake
+        self._engines = engines
+        self._sessions = sessions
+        self._movers = movers
+        self._transfers = transfers
+        self._tiering = tiering
+        self._explanations = explanations
+        self._counters = counters
+        self.verbs: dict[str, Callable[[Peer, Request], Body]] = {
+            "ping": self._ping,
+            "info": self._info,
+            "stats": self._stats,
+            "check": self._check,
+            "explain": self._explain,
+            "clear": self._clear,
+            "config": self._config,
+        }
+        """Verb -> what answers it; raises ``HpkvError``."""
+
+    def _ping(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
+        identity = self._identity
+        return {
+            "pid": identity.pid,
+            "epoch": identity.epoch,
+            "uptime_seconds": round(self._clock() - self._started, 3),
+            "version": identity.version,
+            "protocol": wire.version_text(),
+            "instance": identity.instance,
+            "echo": request.body["echo"],
+        }
+
+    def _info(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
+        return describe(
+            self._identity,
+            self._clock() - self._started,
+            self._awake(),
+            self._store,
+            self._engines.values(),
+            self._sessions,
+            self._movers,
+            self._explanations,
+            self._tiering.describe(),
+        )
+
+    def _stats(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
+        counters = self._counters + self._transfers.counters + self._store.blocks.counters + self._tiering.count()
+        counters["mover_restarts"] = self._movers.restarts
+        return statistics(counters, self._clock() - self._started, self._store, len(self._sessions), len(self._engines))
+
+    def _check(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
+        engines = list(self._engines.values())
+        try:
+            self._store.check()
+            self._sessions.check()
+            self._transfers.check(engines, {session.engine for session in self._sessions})
+            self._tiering.check()
+            self._movers.check({rank.attachment for engine in engines for rank in engine.ranks.values()} - {0})
+        except AssertionError as broken:
+            raise HpkvError(f"invariant broken: {broken}", "restart hpkvd and report this") from None
+        return {
+            "ok": True,
+            "blocks": self._store.blocks.usage.resident_blocks,
+            "leases": len(self._store.leases),
+            "sessions": len(self._sessions),
+            "engines": len(engines),
+            "loads": self._transfers.loads_under_way,
+            "stores": sum(len(engine.stores) for engine in engines),
+        }
+
+    def _explain(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
+        body = request.body
+        engines = list(self._engines.values())
+        return fitted(
+            self._explanations.describe(body["engine"], body["request"], body["last"], self._clock(), engines)
+        )
+
+    def _clear(self, peer: Peer, request: Request) -> Body:
+        if peer.uid not in (0, os.geteuid()):
+            raise NotPermitted(f"uid {peer.uid} may not clear the cache", "run it as the owner of hpkvd")
+        wanted = request.body["namespace"]
+        number = None if wanted is None else self._store.find_namespace(wanted)
+        if wanted is not None and number is None:
+            raise UsageError(f"no namespace {wanted.hex()}", "see 'hpkvd info'")
+        cleared = self._store.clear(number)
+        self._tiering.forget(number)
+        log.info("cleared %d blocks for uid %d", cleared, peer.uid)
+        return {"cleared_blocks": cleared}
+
+    def _config(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
+        return {"settings": self._identity.settings, "origins": self._identity.origins}

@@ -196,6 +196,39 @@ _TABLE = (
         "bytes",
     ),
     Setting(
+        "storage_write",
+        "HPKV_STORAGE_WRITE",
+        "--storage-write",
+        parse_choice("through", "demote"),
+        "through",
+        "write every block at once (through), or only what is idle or about to be evicted (demote)",
+    ),
+    Setting(
+        "storage_idle_seconds",
+        "HPKV_STORAGE_IDLE_SECONDS",
+        "--storage-idle-seconds",
+        parse_seconds(0.001),
+        "60",
+        "with demote: a block that was not used for so long is written",
+    ),
+    Setting(
+        "storage_admission",
+        "HPKV_STORAGE_ADMISSION",
+        "--storage-admission",
+        parse_choice("all", "second-touch"),
+        "all",
+        "write all blocks, or only those that were stored or asked for twice (second-touch)",
+    ),
+    Setting(
+        "storage_daily_writes",
+        "HPKV_STORAGE_DAILY_WRITES",
+        "--storage-daily-writes",
+        parse_size,
+        None,
+        "bytes that may be written to the disk tier in a day; without it any number",
+        "bytes",
+    ),
+    Setting(
         "lease_seconds",
         "HPKV_LEASE_SECONDS",
         "--lease-seconds",
@@ -282,6 +315,10 @@ class Settings:
     quotas: tuple[Quota, ...]
     storage_path: Path | None
     storage_size: int | None
+    storage_write: str
+    storage_idle_seconds: float
+    storage_admission: str
+    storage_daily_writes: int | None
     lease_seconds: float
     submit_deadline_ms: float
     load_deadline_seconds: float

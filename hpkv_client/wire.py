@@ -18,7 +18,7 @@ import msgpack
 from hpkv_client.errors import HpkvError, ProtocolError, from_code
 from hpkv_client.types import KEY_BYTES, Layer, MemoryHandle, RankShard, Run
 
-PROTOCOL = (1, 1)
+PROTOCOL = (1, 2)
 """Major, minor. Peers of one major understand each other."""
 
 MAX_FRAME = 4 << 20

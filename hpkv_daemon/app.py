@@ -21,6 +21,7 @@ import uvloop
 from hpkv_client.address import read_key
 from hpkv_client.errors import ConfigError
 from hpkv_client.settings import Settings, report
+from hpkv_daemon.core.admission import WritePolicy
 from hpkv_daemon.core.policy import POLICIES
 from hpkv_daemon.core.slots import extent_bytes_for
 from hpkv_daemon.core.store import BlockStore
@@ -187,6 +188,12 @@ async def _run(
         settings.lease_seconds,
         faults,
         lambda clock: _tier(settings, pool, clock),
+        WritePolicy(
+            demote=settings.storage_write == "demote",
+            idle_seconds=settings.storage_idle_seconds,
+            second_touch=settings.storage_admission == "second-touch",
+            daily_bytes=settings.storage_daily_writes,
+        ),
     )
     ticker = asyncio.create_task(_tick(service))
     for router in routers:

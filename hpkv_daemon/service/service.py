@@ -22,6 +22,7 @@ from hpkv_client.errors import (
 )
 from hpkv_client.types import Keys
 from hpkv_client.wire import PROTOCOL, Body, Request
+from hpkv_daemon.core.admission import WritePolicy
 from hpkv_daemon.core.index import NONE
 from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.faults import Faults
@@ -62,7 +63,7 @@ Send = Callable[[bytes, bytes], None]
 class Service:
     """Sessions, engines and verbs over one block store. Control loop only; ``clock`` is monotonic seconds.
 
-    ``tier`` makes the tier; its clock stands still while this process is stopped.
+    ``tier`` makes the tier; its clock stands still while this process is stopped. ``writes``: what is written to it.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Service:
         lease_seconds: float,
         faults: Faults,
         tier: Callable[[Callable[[], float]], Tier],
+        writes: WritePolicy = WritePolicy(),  # noqa: B008  (it cannot be changed)
     ) -> None:
         self._store = store
         self._identity = identity
@@ -91,7 +93,7 @@ class Service:
         self._transfers = Transfers(
             store, self._movers, reactor, clock, self._awake, self._answer, lease_seconds, faults
         )
-        self._tiering = Tiering(store, tier(self._awake), reactor)
+        self._tiering = Tiering(store, tier(self._awake), reactor, writes, self._awake)
         self._explanations = Explanations(store)
         self._counters: Counter[str] = Counter()
         self._open_verbs: dict[str, Callable[[Peer, Request], Body]] = {
@@ -371,6 +373,7 @@ class Service:
         counters["requested_blocks"] += len(keys)
         lease = self._store.acquire(engine.namespace, keys, engine.name, self._clock() + self._lease_seconds)
         hit = lease.length if lease else 0
+        self._tiering.used(engine.namespace, keys[:hit])
         coming = 0
         if hit < len(keys):
             coming = self._tiering.bring(engine.namespace, keys[hit - 1] if hit else None, keys[hit:])
@@ -390,7 +393,9 @@ class Service:
         found = bytes(slot != NONE for slot in slots)
         missed = [key for key, here in zip(keys, found, strict=True) if not here]
         hit = len(keys) - len(missed)
-        asked = [*(key for key, here in zip(keys, found, strict=True) if here), *missed]
+        hits = [key for key, here in zip(keys, found, strict=True) if here]
+        self._tiering.used(engine.namespace, hits)
+        asked = [*hits, *missed]
         coming = self._tiering.bring_each(engine.namespace, missed) if missed else 0
         self._explanations.looked_up(engine, request.body["request"], asked, hit, coming, self._clock())
         return {"found": found, "lease": lease.number if lease else 0, "coming": coming}
@@ -415,8 +420,11 @@ class Service:
         caller = self._caller(peer, request, session)
         namespace = caller.engine.namespace
         keys = list(Keys(request.body["keys"]))
-        missed = [key for key in keys if namespace is not None and not self._store.contains(namespace, key)]
-        if namespace is None or not missed or not self._tiering.bring_each(namespace, missed):
+        assert namespace is not None
+        here = [self._store.contains(namespace, key) for key in keys]
+        missed = [key for key, found in zip(keys, here, strict=True) if not found]
+        self._tiering.used(namespace, [key for key, found in zip(keys, here, strict=True) if found])
+        if not missed or not self._tiering.bring_each(namespace, missed):
             self._transfers.get(caller, request.body)
             return
         self._tiering.when_here(namespace, missed, lambda: self._get_late(caller, request.body))

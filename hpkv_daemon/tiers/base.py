@@ -169,6 +169,10 @@ class Tier(Protocol):
     change it, and nobody may look at one that is read into. There is one ``Done`` for every ticket, whatever dies.
     """
 
+    @property
+    def largest_block(self) -> int:
+        """Payload bytes of the largest block that it can keep; larger ones are refused."""
+
     def fileno(self) -> int:
         """Becomes readable when ``poll`` has something to say; the same descriptor for the life of the tier."""
 

@@ -18,6 +18,11 @@ class NoopTier:
         self._tickets = 0
         self._counters = dict.fromkeys(COUNTERS, 0)
 
+    @property
+    def largest_block(self) -> int:
+        """See ``Tier``."""
+        return 0
+
     def fileno(self) -> int:
         """See ``Tier``."""
         return self._fd

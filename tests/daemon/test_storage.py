@@ -9,20 +9,14 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hpkv_client.client import BlockCache
 from tests.daemons import DaemonFactory, hpkvd
+from tests.storage import POOL, SIZE, daemon_on, fill, kept, keys, state
 from tests.support import Observed, Rank, content, hashes, observed_daemon, plain_shard, wait_until
-
-SIZE = 64 << 10
-POOL = 4 << 20
-"""Room for 64 blocks."""
-BUDGET = 256 << 20
 
 
 @pytest.fixture
@@ -31,42 +25,6 @@ def storage() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="hpkv-storage-", dir="/var/tmp"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def daemon_on(storage: Path, **env: Any) -> Iterator[Observed]:
-    """A daemon with a small pool and a disk tier, ready to write."""
-    settings = {"HPKV_KV_MEM_POOL_SIZE": POOL, "HPKV_KV_STORAGE_PATH": storage, "HPKV_STORAGE_SIZE": BUDGET}
-    with observed_daemon(**(settings | env)) as live:
-        wait_until(lambda: state(live) == "ready", 20)
-        yield live
-
-
-def state(live: Observed) -> str:
-    """How the disk tier is."""
-    return str(live.ask("info")["storage"]["state"])
-
-
-def kept(live: Observed) -> int:
-    """Blocks on disk, once nothing waits to be written."""
-
-    def settled() -> Any:
-        usage = live.ask("info")["storage"]
-        return not (usage["queued_blocks"] or usage["queued_bytes"]) and usage
-
-    return int(wait_until(settled, 20)["blocks"])
-
-
-def keys(count: int, name: str = "key") -> list[bytes]:
-    return [f"{name} {i}".encode() for i in range(count)]
-
-
-def fill(live: Observed, cache: BlockCache, names: list[bytes]) -> None:
-    """Store blocks a few at a time, so that each is on disk before the pool needs its slot."""
-    for start in range(0, len(names), 16):
-        some = names[start : start + 16]
-        assert cache.put({key: content(key, SIZE) for key in some}) == len(some)
-        kept(live)
 
 
 def test_blocks_that_left_memory_are_read_back(storage: Path) -> None:

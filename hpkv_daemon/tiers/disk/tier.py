@@ -67,7 +67,7 @@ class DiskTier:
 
     @property
     def largest_block(self) -> int:
-        """Payload bytes of the largest block that a segment can hold; larger ones are refused."""
+        """See ``Tier``: one segment must hold it."""
         return (self._index.segment_bytes - 2 * PAGE - footer_bytes(1)) // PAGE * PAGE
 
     def fileno(self) -> int:

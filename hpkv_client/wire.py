@@ -234,6 +234,8 @@ VERBS: Mapping[str, Mapping[str, Field]] = {
     "explain": {"engine": Field(_text, ""), "request": Field(_text, ""), "last": Field(_integer(1, 256), 20)},
     "clear": {"namespace": Field(_nullable(_binary(KEY_BYTES, exact=True)), None)},
     "config": {},
+    "drain": {"begin": Field(_flag, False)},
+    "scrub": {"begin": Field(_flag, False), "bytes_per_second": Field(_integer(1, 1 << 50), 1 << 50)},
 }
 """Verb -> its fields. ``acquire``, ``put`` and ``get`` are ``match``, ``store`` and ``load`` for blocks that form no
 prefix."""

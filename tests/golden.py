@@ -51,6 +51,8 @@ BODIES: dict[str, Body] = {
     "explain": {"engine": "e", "last": 5},
     "clear": {"namespace": KEY},
     "config": {},
+    "drain": {"begin": True},
+    "scrub": {"begin": True, "bytes_per_second": 5},
 }
 
 GOLDEN: dict[str, str] = {
@@ -88,4 +90,6 @@ GOLDEN: dict[str, str] = {
     "explain": f"94a76578706c61696e{HEAD}82a6656e67696e65a165a46c61737405",
     "clear": f"94a5636c656172{HEAD}81a96e616d657370616365c420{K}",
     "config": f"94a6636f6e666967{HEAD}80",
+    "drain": f"94a5647261696e{HEAD}81a5626567696ec3",
+    "scrub": f"94a57363727562{HEAD}82a5626567696ec3b062797465735f7065725f7365636f6e6405",
 }

@@ -50,3 +50,15 @@ def fill(live: Observed, cache: BlockCache, names: list[bytes]) -> None:
         some = names[start : start + 16]
         assert cache.put({key: content(key, SIZE) for key in some}) == len(some)
         kept(live)
+
+
+def damage(storage: Path, payload: bytes) -> None:
+    """Overwrite a part of a block on the disk."""
+    for segment in storage.glob("segment-*.hpkv"):
+        at = segment.read_bytes().find(payload)
+        if at >= 0:
+            with segment.open("r+b") as file:
+                file.seek(at + 100)
+                file.write(b"damage")
+            return
+    raise AssertionError("the block is in no segment")

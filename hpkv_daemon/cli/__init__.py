@@ -24,6 +24,8 @@ _MODULES = {
     "explain": "query",
     "check": "query",
     "clear": "query",
+    "drain": "storage",
+    "scrub": "storage",
     "config": "config",
     "keygen": "keys",
     "version": "query",

@@ -60,6 +60,8 @@ class Operators:
             "explain": self._explain,
             "clear": self._clear,
             "config": self._config,
+            "drain": self._drain,
+            "scrub": self._scrub,
         }
         """Verb -> what answers it; raises ``HpkvError``."""
 
@@ -121,8 +123,7 @@ class Operators:
         )
 
     def _clear(self, peer: Peer, request: Request) -> Body:
-        if peer.uid not in (0, os.geteuid()):
-            raise NotPermitted(f"uid {peer.uid} may not clear the cache", "run it as the owner of hpkvd")
+        _require_owner(peer, "clear the cache")
         wanted = request.body["namespace"]
         number = None if wanted is None else self._store.find_namespace(wanted)
         if wanted is not None and number is None:
@@ -134,3 +135,19 @@ class Operators:
 
     def _config(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
         return {"settings": self._identity.settings, "origins": self._identity.origins}
+
+    def _drain(self, peer: Peer, request: Request) -> Body:
+        if request.body["begin"]:
+            _require_owner(peer, "drain the cache")
+        return self._tiering.drain(request.body["begin"])
+
+    def _scrub(self, peer: Peer, request: Request) -> Body:
+        if not request.body["begin"]:
+            return self._tiering.scrub(None)
+        _require_owner(peer, "verify the storage")
+        return self._tiering.scrub(request.body["bytes_per_second"])
+
+
+def _require_owner(peer: Peer, what: str) -> None:
+    if peer.uid not in (0, os.geteuid()):
+        raise NotPermitted(f"uid {peer.uid} may not {what}", "run it as the owner of hpkvd")

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from hpkv_client.errors import Busy, UsageError
 from hpkv_client.types import BlockKey
 from hpkv_client.wire import Body
 from hpkv_daemon.core.admission import WritePolicy
@@ -15,7 +16,7 @@ from hpkv_daemon.core.store import BlockStore, Reservation
 from hpkv_daemon.service.sessions import Reactor
 from hpkv_daemon.service.write_behind import BATCH_BYTES, WriteBehind, job_of
 from hpkv_daemon.tiers import base
-from hpkv_daemon.tiers.base import Changed, Done, Outcome, Recovered, Tier
+from hpkv_daemon.tiers.base import Changed, Done, Outcome, Recovered, Scrubbed, Tier
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Tiering:
         self._coming: set[tuple[int, BlockKey]] = set()
         """Namespace and key of each block that is being brought back."""
         self._waiting: list[tuple[set[tuple[int, BlockKey]], Callable[[], None]]] = []
+        self._scrubbed = Scrubbed(0, 0, 0, 0)
         reactor.add_reader(tier.fileno(), self.poll)
         tier.recover()
 
@@ -124,6 +126,10 @@ class Tiering:
                 self._over(event)
             elif isinstance(event, Changed):
                 self._tell(event)
+            elif isinstance(event, Scrubbed):
+                self._scrubbed = event
+                if event.done == event.total:
+                    log.info("storage verified: %d good blocks, %d bad ones", event.good, event.bad)
             elif isinstance(event, Recovered) and event.done == event.total:
                 log.info("storage: %d blocks found in %d segments", event.blocks, event.total)
         self._behind.go_on()
@@ -167,6 +173,31 @@ class Tiering:
         homes = self._blocks.namespaces if namespace is None else [self._blocks.namespaces[namespace]]
         for home in homes:
             self._tier.forget_namespace(home.fingerprint)
+
+    def drain(self, begin: bool) -> Body:
+        """Begin to write everything that is in memory, if told to; how far it is."""
+        if begin:
+            log.info("draining memory to storage")
+            self._behind.drain()
+        return self._behind.progress()
+
+    def scrub(self, bytes_per_second: int | None) -> Body:
+        """Begin to verify everything, so fast at most, if told to; how far it is. Raises ``Busy``, ``UsageError``."""
+        if bytes_per_second is not None:
+            if not self._tier.usage().budget_bytes:
+                raise UsageError("there is no storage to verify", "set HPKV_KV_STORAGE_PATH")
+            if not self._tier.scrub(bytes_per_second):
+                raise Busy("storage is being verified already, or still being read in", "ask again later")
+            self._scrubbed = Scrubbed(0, 1, 0, 0)
+            self.poll()
+        told = self._scrubbed
+        return {
+            "over": told.done == told.total,
+            "segments": told.total,
+            "done_segments": told.done,
+            "good_blocks": told.good,
+            "bad_blocks": told.bad,
+        }
 
     def describe(self) -> Body:
         """What the tier holds, for ``info``."""

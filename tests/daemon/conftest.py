@@ -1,8 +1,11 @@
-"""The daemon that tests of loads, stores and leases share, one for each file; other files make their own."""
+"""The daemon that tests of loads, stores and leases share, one for each file, and a place on the disk for others."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +37,11 @@ def live(shared: Observed, resting: Rank) -> Iterator[Observed]:
     shared.settle(sessions=1, engines=1)
     assert shared.stats()["internal_errors"] == 0
     assert "Traceback" not in shared.handle.text()
+
+
+@pytest.fixture
+def storage() -> Iterator[Path]:
+    """An empty directory on the machine's disk."""
+    path = Path(tempfile.mkdtemp(prefix="hpkv-storage-", dir="/var/tmp"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)

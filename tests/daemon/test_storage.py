@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,16 +13,8 @@ import pytest
 
 from hpkv_client.client import BlockCache
 from tests.daemons import DaemonFactory, hpkvd
-from tests.storage import POOL, SIZE, daemon_on, fill, kept, keys, state
+from tests.storage import POOL, SIZE, daemon_on, damage, fill, kept, keys, state
 from tests.support import Observed, Rank, content, hashes, observed_daemon, plain_shard, wait_until
-
-
-@pytest.fixture
-def storage() -> Iterator[Path]:
-    """An empty directory on the machine's disk."""
-    path = Path(tempfile.mkdtemp(prefix="hpkv-storage-", dir="/var/tmp"))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def test_blocks_that_left_memory_are_read_back(storage: Path) -> None:
@@ -109,18 +99,6 @@ def settled_hit(rank: Rank, chain: list[bytes]) -> int:
     if answer["lease"]:
         rank.call("release", lease=answer["lease"])
     return -1 if answer["coming"] else int(answer["hit"])
-
-
-def damage(storage: Path, payload: bytes) -> None:
-    """Overwrite a part of a block on the disk."""
-    for segment in storage.glob("segment-*.hpkv"):
-        at = segment.read_bytes().find(payload)
-        if at >= 0:
-            with segment.open("r+b") as file:
-                file.seek(at + 100)
-                file.write(b"damage")
-            return
-    raise AssertionError("the block is in no segment")
 
 
 def full(rank: Rank, chain: list[bytes]) -> bool:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +10,6 @@ import pytest
 from hpkv_client.client import BlockCache
 from tests.storage import SIZE, daemon_on, kept, keys, state
 from tests.support import Observed, content, wait_until
-
-
-@pytest.fixture
-def storage() -> Iterator[Path]:
-    """An empty directory on the machine's disk."""
-    path = Path(tempfile.mkdtemp(prefix="hpkv-storage-", dir="/var/tmp"))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def put(cache: BlockCache, names: list[bytes]) -> None:

@@ -44,7 +44,7 @@ def live(shared: Observed) -> Iterator[Observed]:
 
 
 def test_every_verb_has_golden_bytes_of_this_version() -> None:
-    assert (PROTOCOL, wire.version_text()) == ((1, 1), "hpkv/1.1")
+    assert (PROTOCOL, wire.version_text()) == ((1, 2), "hpkv/1.2")
     assert set(GOLDEN) == set(BODIES) == set(VERBS)
 
 
@@ -162,6 +162,8 @@ REPLIES = {
     "config": {"settings", "origins"},
     "explain": {"lookups", "other_namespaces"},
     "clear": {"cleared_blocks"},
+    "drain": {"over", "problem", "slots", "left_slots", "queued_blocks", "written_blocks"},
+    "scrub": {"over", "segments", "done_segments", "good_blocks", "bad_blocks"},
     "info": {
         "pid",
         "epoch",

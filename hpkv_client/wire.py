@@ -235,6 +235,7 @@ VERBS: Mapping[str, Mapping[str, Field]] = {
     "clear": {"namespace": Field(_nullable(_binary(KEY_BYTES, exact=True)), None)},
     "config": {},
     "drain": {"begin": Field(_flag, False)},
+    "import": {"path": Field(_text, "")},
     "scrub": {"begin": Field(_flag, False), "bytes_per_second": Field(_integer(1, 1 << 50), 1 << 50)},
 }
 """Verb -> its fields. ``acquire``, ``put`` and ``get`` are ``match``, ``store`` and ``load`` for blocks that form no

@@ -19,7 +19,7 @@ from pathlib import Path
 import uvloop
 
 from hpkv_client.address import read_key
-from hpkv_client.errors import ConfigError
+from hpkv_client.errors import ConfigError, HpkvError, UsageError
 from hpkv_client.settings import Settings, report
 from hpkv_daemon.core.admission import WritePolicy
 from hpkv_daemon.core.policy import POLICIES
@@ -33,10 +33,11 @@ from hpkv_daemon.pool.file import Pool
 from hpkv_daemon.pool.ledger import PoolLedger
 from hpkv_daemon.server.local import LocalRouter
 from hpkv_daemon.server.router import Router
+from hpkv_daemon.service.importing import Opener
 from hpkv_daemon.service.report import Identity
 from hpkv_daemon.service.service import Service, new_epoch
-from hpkv_daemon.tiers.base import Tier
-from hpkv_daemon.tiers.disk.directory import StorageDirectory
+from hpkv_daemon.tiers.base import Inventory, Tier
+from hpkv_daemon.tiers.disk.directory import IDENTITY_NAME, StorageDirectory
 from hpkv_daemon.tiers.disk.tier import DiskTier
 from hpkv_daemon.tiers.noop import NoopTier
 
@@ -148,6 +149,38 @@ def _tier(settings: Settings, pool: Pool, clock: Callable[[], float]) -> Tier:
         raise
 
 
+def _inventory(path: str, pool: Pool, clock: Callable[[], float]) -> Inventory:
+    """What another daemon wrote to a directory, to be read only. Raises ``HpkvError``."""
+    if not (Path(path) / IDENTITY_NAME).is_file():
+        raise UsageError(f"{path} holds no blocks of a daemon", "name a directory that was its HPKV_KV_STORAGE_PATH")
+    storage = StorageDirectory.open(Path(path))
+    try:
+        # So much that nothing of it has to leave.
+        budget = 4 * storage.own_bytes() + (1 << 30)
+        return DiskTier(storage, budget, pool.fileno(), pool.size, clock=clock)
+    except BaseException:
+        storage.close()
+        raise
+
+
+def _opener(pool: Pool, loop: asyncio.AbstractEventLoop) -> Opener:
+    """Opens storage for an import in a thread: its disk may not answer."""
+
+    def open_storage(path: str, then: Callable[[Inventory | HpkvError], None]) -> None:
+        def opened(future: asyncio.Future[Inventory]) -> None:
+            problem = future.exception()
+            if problem is None:
+                then(future.result())
+            elif isinstance(problem, HpkvError):
+                then(problem)
+            else:
+                then(HpkvError(f"cannot open {path}: {problem}", "see the daemon's log"))
+
+        loop.run_in_executor(None, _inventory, path, pool, time.monotonic).add_done_callback(opened)
+
+    return open_storage
+
+
 async def _run(
     settings: Settings, origins: dict[str, str], pool: Pool, store: BlockStore, stop: _Stop, goes_first: bool
 ) -> None:
@@ -194,6 +227,7 @@ async def _run(
             second_touch=settings.storage_admission == "second-touch",
             daily_bytes=settings.storage_daily_writes,
         ),
+        _opener(pool, loop),
     )
     ticker = asyncio.create_task(_tick(service))
     for router in routers:

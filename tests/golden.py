@@ -52,6 +52,7 @@ BODIES: dict[str, Body] = {
     "clear": {"namespace": KEY},
     "config": {},
     "drain": {"begin": True},
+    "import": {"path": "/p"},
     "scrub": {"begin": True, "bytes_per_second": 5},
 }
 
@@ -91,5 +92,6 @@ GOLDEN: dict[str, str] = {
     "clear": f"94a5636c656172{HEAD}81a96e616d657370616365c420{K}",
     "config": f"94a6636f6e666967{HEAD}80",
     "drain": f"94a5647261696e{HEAD}81a5626567696ec3",
+    "import": f"94a6696d706f7274{HEAD}81a470617468a22f70",
     "scrub": f"94a57363727562{HEAD}82a5626567696ec3b062797465735f7065725f7365636f6e6405",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import keyword
 import sys
 from collections.abc import Sequence
 
@@ -26,6 +27,7 @@ _MODULES = {
     "clear": "query",
     "drain": "storage",
     "scrub": "storage",
+    "import": "storage",
     "config": "config",
     "keygen": "keys",
     "version": "query",
@@ -40,7 +42,7 @@ class _Commands(click.Group):
         if name not in _MODULES:
             return None
         module = importlib.import_module(f"hpkv_daemon.cli.{_MODULES[name]}")
-        command = getattr(module, name)
+        command = getattr(module, f"{name}_" if keyword.iskeyword(name) else name)
         assert isinstance(command, click.Command)
         return command
 

@@ -1,4 +1,4 @@
-"""Commands for the tiers below memory: drain, scrub."""
+"""Commands for the tiers below memory: drain, scrub, import."""
 
 from __future__ import annotations
 
@@ -64,6 +64,27 @@ def _scrubbed(reply: dict[str, Any]) -> str:
         f"{reply['done_segments']} of {reply['segments']} segments, "
         f"{reply['good_blocks']} good blocks, {reply['bad_blocks']} bad ones"
     )
+
+
+@click.command("import")
+@click.argument("path", type=click.Path(exists=True, file_okay=False, resolve_path=True))
+@as_json
+@_wait
+@setting_options(*CLIENT_SETTINGS)
+def import_(path: str, as_json: bool, wait: bool, **flags: Any) -> int:
+    """Copy the blocks of another daemon's storage in PATH into this one's. That daemon must not run."""
+    with connected(client_settings(flags).socket, _ANSWER_SECONDS) as connection:
+        reply = connection.call("import", {"path": path})
+        if wait:
+            reply = _follow(connection, "import", reply, _imported)
+    emit(reply, as_json)
+    if reply["problem"]:
+        note(f"not everything was imported: {reply['problem']}")
+    return HpkvError.exit_code if reply["problem"] else 0
+
+
+def _imported(reply: dict[str, Any]) -> str:
+    return f"{reply['imported_blocks']} blocks imported, {reply['known_blocks']} were here"
 
 
 def _follow(

@@ -61,6 +61,7 @@ class Operators:
             "clear": self._clear,
             "config": self._config,
             "drain": self._drain,
+            "import": self._import,
             "scrub": self._scrub,
         }
         """Verb -> what answers it; raises ``HpkvError``."""
@@ -140,6 +141,11 @@ class Operators:
         if request.body["begin"]:
             _require_owner(peer, "drain the cache")
         return self._tiering.drain(request.body["begin"])
+
+    def _import(self, peer: Peer, request: Request) -> Body:
+        if request.body["path"]:
+            _require_owner(peer, "import storage")
+        return self._tiering.adopt(request.body["path"])
 
     def _scrub(self, peer: Peer, request: Request) -> Body:
         if not request.body["begin"]:

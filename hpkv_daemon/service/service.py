@@ -30,6 +30,7 @@ from hpkv_daemon.movers.base import Attached, Mover
 from hpkv_daemon.service.clock import AwakeClock
 from hpkv_daemon.service.engines import Engine, Rank
 from hpkv_daemon.service.explain import Explanations
+from hpkv_daemon.service.importing import Opener
 from hpkv_daemon.service.movers import Movers
 from hpkv_daemon.service.operators import Operators
 from hpkv_daemon.service.report import Identity
@@ -64,6 +65,7 @@ class Service:
     """Sessions, engines and verbs over one block store. Control loop only; ``clock`` is monotonic seconds.
 
     ``tier`` makes the tier; its clock stands still while this process is stopped. ``writes``: what is written to it.
+    ``open_storage`` opens what another daemon wrote, for an import.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Service:
         faults: Faults,
         tier: Callable[[Callable[[], float]], Tier],
         writes: WritePolicy = WritePolicy(),  # noqa: B008  (it cannot be changed)
+        open_storage: Opener | None = None,
     ) -> None:
         self._store = store
         self._identity = identity
@@ -93,7 +96,7 @@ class Service:
         self._transfers = Transfers(
             store, self._movers, reactor, clock, self._awake, self._answer, lease_seconds, faults
         )
-        self._tiering = Tiering(store, tier(self._awake), reactor, writes, self._awake)
+        self._tiering = Tiering(store, tier(self._awake), reactor, writes, self._awake, open_storage)
         self._explanations = Explanations(store)
         self._counters: Counter[str] = Counter()
         self._open_verbs: dict[str, Callable[[Peer, Request], Body]] = {

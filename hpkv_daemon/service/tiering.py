@@ -6,17 +6,18 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from hpkv_client.errors import Busy, UsageError
+from hpkv_client.errors import Busy, HpkvError, UsageError
 from hpkv_client.types import BlockKey
 from hpkv_client.wire import Body
 from hpkv_daemon.core.admission import WritePolicy
 from hpkv_daemon.core.departures import Reason
 from hpkv_daemon.core.index import NONE
 from hpkv_daemon.core.store import BlockStore, Reservation
+from hpkv_daemon.service.importing import IMPORT_COUNTS, Import, Opener
 from hpkv_daemon.service.sessions import Reactor
 from hpkv_daemon.service.write_behind import BATCH_BYTES, WriteBehind, job_of
 from hpkv_daemon.tiers import base
-from hpkv_daemon.tiers.base import Changed, Done, Outcome, Recovered, Scrubbed, Tier
+from hpkv_daemon.tiers.base import Changed, Done, Inventory, Outcome, Recovered, Scrubbed, Tier
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,13 @@ class Tiering:
     """
 
     def __init__(
-        self, store: BlockStore, tier: Tier, reactor: Reactor, policy: WritePolicy, clock: Callable[[], float]
+        self,
+        store: BlockStore,
+        tier: Tier,
+        reactor: Reactor,
+        policy: WritePolicy,
+        clock: Callable[[], float],
+        open_storage: Opener | None,
     ) -> None:
         self._store = store
         self._blocks = store.blocks
@@ -44,6 +51,12 @@ class Tiering:
         self._coming: set[tuple[int, BlockKey]] = set()
         """Namespace and key of each block that is being brought back."""
         self._waiting: list[tuple[set[tuple[int, BlockKey]], Callable[[], None]]] = []
+        self._reactor = reactor
+        self._open_storage = open_storage
+        self._import: Import | None = None
+        self._opening = ""
+        """The directory that is being opened for an import."""
+        self._import_problem: HpkvError | None = None
         self._scrubbed = Scrubbed(0, 0, 0, 0)
         reactor.add_reader(tier.fileno(), self.poll)
         tier.recover()
@@ -141,7 +154,7 @@ class Tiering:
             log.info("storage is ready")
 
     def _over(self, done: Done) -> None:
-        if self._behind.over(done):
+        if self._behind.over(done) or (self._import is not None and self._import.written(done)):
             return
         for reservation, outcome in zip(self._reading.pop(done.ticket, []), done.outcomes, strict=True):
             slot = reservation.slots[0]
@@ -164,6 +177,8 @@ class Tiering:
         """A few times a second."""
         self.poll()
         self._behind.tick()
+        if self._import is not None:
+            self._import.tick()
         self._tier.flush()
 
     # -- the rest -----------------------------------------------------------------------------------------
@@ -199,6 +214,36 @@ class Tiering:
             "bad_blocks": told.bad,
         }
 
+    def adopt(self, path: str) -> Body:
+        """Begin to copy the storage in a directory into this one, unless ``path`` is empty; how far it is.
+
+        Raises ``Busy``, ``UsageError``, or why the directory that was named last cannot be read.
+        """
+        if path:
+            self._begin_import(path)
+        elif self._import_problem is not None:
+            raise self._import_problem
+        if self._opening or self._import is None:
+            return {"over": not self._opening, "problem": "", **dict.fromkeys(IMPORT_COUNTS, 0)}
+        return self._import.progress()
+
+    def _begin_import(self, path: str) -> None:
+        if self._opening or (self._import is not None and not self._import.over):
+            raise Busy("storage is being imported already", "wait until that is over")
+        if self._open_storage is None or not self._tier.usage().budget_bytes:
+            raise UsageError("there is no storage to import into", "set HPKV_KV_STORAGE_PATH")
+        self._opening, self._import_problem = path, None
+
+        def opened(found: Inventory | HpkvError) -> None:
+            self._opening = ""
+            if isinstance(found, HpkvError):
+                self._import_problem = found
+                return
+            log.info("importing the blocks in %s", path)
+            self._import = Import(path, self._store, self._tier, found, self._reactor)
+
+        self._open_storage(path, opened)
+
     def describe(self) -> Body:
         """What the tier holds, for ``info``."""
         usage = self._tier.usage()
@@ -226,6 +271,8 @@ class Tiering:
 
     def close(self, seconds: float, forget: Callable[[int], object]) -> None:
         """Let the tier write what it has, for so long at most. ``forget`` ends the watch over its descriptor."""
+        if self._import is not None:
+            self._import.close()
         self._behind.finish()
         forget(self._tier.fileno())
         self._tier.close(seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -227,3 +227,10 @@ class Tier(Protocol):
 
         Batches that are not over by then get no ``Done``. May be called again.
         """
+
+
+class Inventory(Tier, Protocol):
+    """A tier that can tell everything it holds."""
+
+    def inventory(self) -> Iterator[list[tuple[bytes, BlockKey, int]]]:
+        """Fingerprint, key and payload bytes of every block, some at a time: about 1 ms of the control loop each."""

@@ -83,3 +83,38 @@ def test_a_scrub_goes_on_alone_and_keeps_to_its_rate(storage: Path) -> None:
         assert None not in cache.get(keys(32))
         wait_until(lambda: live.ask("scrub")["over"], 30)
         assert live.ask("scrub")["good_blocks"] == 32
+
+
+def test_the_storage_of_another_daemon_is_imported_and_each_block_verified(storage: Path) -> None:
+    names, theirs = keys(60), storage / "theirs"
+    with daemon_on(theirs) as live:
+        with BlockCache("app", SIZE, socket=live.socket) as cache:
+            fill(live, cache, names)
+        assert hpkvd("stop", env=live.handle.env).returncode == 0
+    damage(theirs, content(names[11], SIZE))
+    ours = storage / "ours"
+    with daemon_on(ours) as live, BlockCache("app", SIZE, socket=live.socket) as cache:
+        fill(live, cache, names[:10])
+        answer = command(live, "import", str(theirs))
+        assert (answer["imported_blocks"], answer["known_blocks"], answer["bad_blocks"]) == (49, 10, 1)
+        assert kept(live) == 59
+        assert command(live, "import", str(theirs))["imported_blocks"] == 0
+        for start in range(0, 60, 20):
+            some = names[start : start + 20]
+            assert cache.get(some) == [None if key == names[11] else content(key, SIZE) for key in some]
+        assert live.ask("check")["ok"]
+    with daemon_on(theirs) as live, BlockCache("app", SIZE, socket=live.socket) as cache:
+        assert cache.get(names[20:30]) == [content(key, SIZE) for key in names[20:30]], "their files are still theirs"
+
+
+def test_what_is_no_storage_or_in_use_is_not_imported(storage: Path, tmp_path: Path) -> None:
+    theirs, ours = storage / "theirs", storage / "ours"
+    with daemon_on(theirs) as other, daemon_on(ours) as live:
+        done = hpkvd("import", str(theirs), env=live.handle.env)
+        assert (done.returncode, f"pid {other.handle.pid}" in done.stderr) == (75, True)
+        done = hpkvd("import", str(ours), env=live.handle.env)
+        assert done.returncode == 75
+        done = hpkvd("import", str(tmp_path), env=live.handle.env)
+        assert done.returncode == 2
+        assert not list(tmp_path.iterdir())
+        assert live.ask("check")["ok"]

@@ -163,6 +163,7 @@ REPLIES = {
     "explain": {"lookups", "other_namespaces"},
     "clear": {"cleared_blocks"},
     "drain": {"over", "problem", "slots", "left_slots", "queued_blocks", "written_blocks"},
+    "import": {"over", "problem", "imported_blocks", "known_blocks", "bad_blocks", "skipped_blocks"},
     "scrub": {"over", "segments", "done_segments", "good_blocks", "bad_blocks"},
     "info": {
         "pid",

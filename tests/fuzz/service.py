@@ -66,7 +66,7 @@ _SESSIONS, _JOBS = 6, 8
 _CODES = frozenset(BY_CODE) - {"failed"}
 """What a client may be refused with. ``failed`` is for bugs, and for a store that finds itself broken."""
 
-_OPEN = frozenset({"hello", "ping", "info", "stats", "check", "clear", "config", "explain", "drain", "scrub"})
+_OPEN = frozenset({"hello", "ping", "info", "stats", "check", "clear", "config", "explain", "drain", "import", "scrub"})
 """Verbs that need no session."""
 
 _IDENTITY = Identity(_ME, "epoch", "0", "one", "/socket", "/pool", 0, "lru", {"a": 1}, {"a": "default"})

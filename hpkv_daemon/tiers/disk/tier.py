@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from hpkv_client.types import KEY_BYTES, BlockKey
 from hpkv_daemon.tiers.base import BlockJob, Changed, Direction, Event, Forgotten, Outcome, State, Usage
@@ -13,7 +13,7 @@ from hpkv_daemon.tiers.disk.format import PAGE, Kind, Record, aligned, footer_by
 from hpkv_daemon.tiers.disk.host import DiskProcess, Reply, arguments_of
 from hpkv_daemon.tiers.disk.index import DiskIndex
 from hpkv_daemon.tiers.disk.recovery import Recovery
-from hpkv_daemon.tiers.disk.scrub import Scrub
+from hpkv_daemon.tiers.disk.scrub import STEP_RECORDS, Scrub
 from hpkv_daemon.tiers.disk.shared import Batch, Item, Shared, place_of
 from hpkv_daemon.tiers.disk.table import Segment
 from hpkv_daemon.tiers.disk.writer import Writer
@@ -91,6 +91,14 @@ class DiskTier:
     def touch(self, fingerprint: bytes, keys: Sequence[BlockKey]) -> None:
         """See ``Tier``."""
         self._index.touch(fingerprint, keys, self._shared.tick())
+
+    def inventory(self) -> Iterator[list[tuple[bytes, BlockKey, int]]]:
+        """See ``Inventory``: the oldest segments first."""
+        for segment in sorted(self._index.segments.values(), key=lambda segment: segment.life):
+            for first in range(0, segment.records, STEP_RECORDS):
+                if self._index.segments.get(segment.number) is segment:
+                    live = self._index.live(segment, first, STEP_RECORDS)
+                    yield [(record.fingerprint, record.key, record.length) for record in live]
 
     # -- blocks -------------------------------------------------------------------------------------------
 

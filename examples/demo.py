@@ -1,11 +1,12 @@
-"""One engine stores a long prompt in HPKV and ends; a second engine is served from it.
+"""One engine stores a long prompt in HPKV and ends; a second engine is served from memory, a third one from disk.
 
     make demo            # a table
     make demo JSON=1     # one line of JSON at the end
 
 Starts hpkvd and the stock ``vllm serve`` (CPU build, TP 2 x PP 2) on a small model with random weights, with
-the environment variables and flags of the README. Exit status 0: the second engine was served by HPKV, and
-its answer is the same.
+the environment variables and flags of the README. Before the third engine the daemon ends and its memory is
+discarded: what the next daemon serves comes from the disk. Exit status 0: the second and the third engine were
+served by HPKV, and their answers are those of the first.
 """
 
 from __future__ import annotations
@@ -84,6 +85,8 @@ class Facts:
     hit_tokens: int = 0
     ttft_cold_s: float = 0.0
     ttft_warm_s: float = 0.0
+    disk_hit_tokens: int = 0
+    ttft_disk_s: float = 0.0
     stored_blocks: int = 0
     stored_bytes: int = 0
 
@@ -135,14 +138,14 @@ def _last_message(log: Path) -> str:
 class Daemon:
     """hpkvd in a runtime directory of the demo, driven by its command line. A context manager."""
 
-    def __init__(self, runtime: Path, pool: Path) -> None:
+    def __init__(self, runtime: Path, pool: Path, storage: Path) -> None:
         self._script = Path(sys.executable).with_name("hpkvd")
         config = runtime / "hpkvd.toml"
         config.touch()
         own = {
             "HPKV_KV_MEM_POOL_SIZE": f"{_pool_bytes(pool) >> 20}m",
             "HPKV_SHARE_MEM_FILE_PATH": str(pool),
-            "HPKV_KV_STORAGE_PATH": str(runtime / "storage"),
+            "HPKV_KV_STORAGE_PATH": str(storage),
             "HPKV_SOCKET": str(runtime / "hpkvd.sock"),
             "HPKV_CONFIG": str(config),
         }
@@ -156,6 +159,12 @@ class Daemon:
 
     def __exit__(self, *_: object) -> None:
         self._run("stop", "--force", may_fail=True)
+
+    def forget_memory(self) -> None:
+        """Write all blocks to the disk, end, free the memory, and start anew."""
+        self._run("drain")
+        self._run("stop", "--discard")
+        self._run("start", "--json")
 
     def stats(self) -> dict[str, Any]:
         """Its counters."""
@@ -216,13 +225,13 @@ def await_stored(daemon: Daemon, blocks: int) -> dict[str, Any]:
     return stats
 
 
-def run(steps: Steps, facts: Facts, runtime: Path, pool: Path) -> None:
+def run(steps: Steps, facts: Facts, runtime: Path, pool: Path, storage: Path) -> None:
     """The whole story; ``facts`` fills up as it goes."""
     with steps(f"making the model {MODEL} ({DTYPE}) unless it is there"):
         model = make(MODEL, REPOSITORY / ".demo" / "models", DTYPE)
     with ExitStack() as stack:
         with steps("starting hpkvd"):
-            daemon = stack.enter_context(Daemon(runtime, pool))
+            daemon = stack.enter_context(Daemon(runtime, pool, storage))
         with asked(steps, daemon, model, "first", runtime / "engine-1.log") as (_, cold):
             facts.prompt_tokens, facts.ttft_cold_s = cold.prompt_tokens, round(cold.ttft_seconds, 3)
             with steps("waiting until hpkvd has stored the prompt"):
@@ -232,8 +241,13 @@ def run(steps: Steps, facts: Facts, runtime: Path, pool: Path) -> None:
         with asked(steps, daemon, model, "second", runtime / "engine-2.log") as (engine, warm):
             facts.ttft_warm_s = round(warm.ttft_seconds, 3)
             facts.hit_tokens = hit_tokens(engine, warm)
-            facts.identical = (cold.tokens, cold.text) == (warm.tokens, warm.text)
-    facts.ok = facts.identical and facts.hit_tokens > 0
+        with steps("writing the blocks to disk, and starting a new hpkvd without memory of them"):
+            daemon.forget_memory()
+        with asked(steps, daemon, model, "third", runtime / "engine-3.log") as (engine, disk):
+            facts.ttft_disk_s = round(disk.ttft_seconds, 3)
+            facts.disk_hit_tokens = hit_tokens(engine, disk)
+    facts.identical = all((cold.tokens, cold.text) == (other.tokens, other.text) for other in (warm, disk))
+    facts.ok = facts.identical and facts.hit_tokens > 0 and facts.disk_hit_tokens > 0
 
 
 def hit_tokens(engine: Engine, answer: Completion) -> int:
@@ -247,20 +261,29 @@ def hit_tokens(engine: Engine, answer: Completion) -> int:
 def table(facts: Facts) -> Table:
     """The facts for people."""
     result = Table(title="HPKV: stored by one engine, served to the next", title_justify="left")
-    for column in ("", "first engine (cold)", "second engine (warm)"):
+    for column in ("", "first engine (cold)", "second engine (memory)", "third engine (disk)"):
         result.add_column(column, justify="right" if column else "left")
-    speedup = facts.ttft_cold_s / facts.ttft_warm_s if facts.ttft_warm_s else 0.0
+    tokens = f"{facts.prompt_tokens}"
     rows = (
-        ("time to first token", f"{facts.ttft_cold_s:.3f} s", f"{facts.ttft_warm_s:.3f} s ({speedup:.1f}x)"),
-        ("prompt tokens", f"{facts.prompt_tokens}", f"{facts.prompt_tokens}"),
-        ("of them served by HPKV", "0", f"{facts.hit_tokens}"),
-        ("blocks stored", f"{facts.stored_blocks}", ""),
-        ("bytes stored", f"{facts.stored_bytes} ({facts.stored_bytes / 2**20:.1f} MiB)", ""),
-        ("identical output", "", "yes" if facts.identical else "NO"),
+        ("time to first token", f"{facts.ttft_cold_s:.3f} s", *(_faster(facts, taken) for taken in served(facts))),
+        ("prompt tokens", tokens, tokens, tokens),
+        ("of them served by HPKV", "0", f"{facts.hit_tokens}", f"{facts.disk_hit_tokens}"),
+        ("blocks stored", f"{facts.stored_blocks}", "", ""),
+        ("bytes stored", f"{facts.stored_bytes} ({facts.stored_bytes / 2**20:.1f} MiB)", "", ""),
+        ("identical output", "", *["yes" if facts.identical else "NO"] * 2),
     )
     for row in rows:
         result.add_row(*row)
     return result
+
+
+def served(facts: Facts) -> tuple[float, float]:
+    """The times to first token of the engines that HPKV served."""
+    return facts.ttft_warm_s, facts.ttft_disk_s
+
+
+def _faster(facts: Facts, taken: float) -> str:
+    return f"{taken:.3f} s ({facts.ttft_cold_s / taken if taken else 0.0:.1f}x)"
 
 
 def main() -> int:
@@ -272,8 +295,8 @@ def main() -> int:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     steps, facts, problem = Steps(), Facts(), ""
     try:
-        with directories() as (runtime, pool):
-            run(steps, facts, runtime, pool)
+        with directories() as (runtime, pool, storage):
+            run(steps, facts, runtime, pool, storage)
     except KeyboardInterrupt:
         steps.fail("interrupted", None)
         return 128 + signal.SIGINT
@@ -291,8 +314,8 @@ def main() -> int:
 
 
 @contextmanager
-def directories() -> Iterator[tuple[Path, Path]]:
-    """The demo's own runtime directory and pool directory, for one demo at a time."""
+def directories() -> Iterator[tuple[Path, Path, Path]]:
+    """The demo's own directories, for one demo at a time: runtime; pool and storage, which end with it."""
     runtime = REPOSITORY / ".demo"
     if len(os.fsencode(runtime / "hpkvd.sock")) > MAX_SOCKET_PATH:
         runtime = Path(tempfile.gettempdir()) / f"hpkv-demo-{os.geteuid()}"
@@ -305,10 +328,12 @@ def directories() -> Iterator[tuple[Path, Path]]:
         shm = Path("/dev/shm")
         roomy = shm.is_dir() and shutil.disk_usage(shm).free >= 2 * SMALLEST_POOL_BYTES
         pool = Path(tempfile.mkdtemp(prefix="hpkv-demo-", dir=shm if roomy else runtime))
+        storage = Path(tempfile.mkdtemp(prefix="storage-", dir=runtime))
         try:
-            yield runtime, pool
+            yield runtime, pool, storage
         finally:
             shutil.rmtree(pool, ignore_errors=True)
+            shutil.rmtree(storage, ignore_errors=True)
 
 
 if __name__ == "__main__":

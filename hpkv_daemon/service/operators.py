@@ -99,7 +99,7 @@ class Operators:
     def _check(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
         engines = list(self._engines.values())
         try:
-            self._store.check()
+            self._store.check(self._tiering.pins)
             self._sessions.check()
             self._transfers.check(engines, {session.engine for session in self._sessions})
             self._tiering.check()

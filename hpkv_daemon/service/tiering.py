@@ -263,6 +263,11 @@ class Tiering:
         """Counters, under names of their own."""
         return Counter({f"storage_{name}": count for name, count in self._tier.usage().counters.items()})
 
+    @property
+    def pins(self) -> int:
+        """How many slots are pinned because they are being written."""
+        return self._behind.pins
+
     def check(self) -> None:
         """Raise ``AssertionError`` naming the first broken invariant."""
         self._tier.check()

@@ -80,9 +80,9 @@ class WriteBehind:
             self.sweep_all()
 
     @property
-    def waiting(self) -> int:
-        """Blocks that are queued."""
-        return len(self._queue)
+    def pins(self) -> int:
+        """Slots that are pinned, each once."""
+        return sum(len(slots) for slots, _ in self._writing.values())
 
     def used(self, namespace: int, keys: Sequence[BlockKey]) -> None:
         """These blocks were of use; cheap, the rest is done in ``tick``."""
@@ -265,7 +265,7 @@ class WriteBehind:
             "problem": self._drain_problem,
             "slots": len(self._blocks.table.state),
             "left_slots": self._unswept if self._draining else 0,
-            "queued_blocks": len(self._queue) + sum(len(slots) for slots, _ in self._writing.values()),
+            "queued_blocks": len(self._queue) + self.pins,
             "written_blocks": self._drained_blocks,
         }
 

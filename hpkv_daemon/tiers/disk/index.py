@@ -6,10 +6,11 @@ collector walks per block. A block is found by one look-up; the process that rea
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from heapq import nlargest
 
-from hpkv_client.types import KEY_BYTES, BlockKey
+from hpkv_client.types import KEY_BYTES, BlockKey, Keys
 from hpkv_daemon.tiers.disk.format import MAX_RECORD, PAGE, Kind, Record, record_bytes, sequence
 from hpkv_daemon.tiers.disk.table import NOBODY, Namespace, Phase, Segment
 
@@ -21,6 +22,8 @@ MIN_SEGMENTS = 3
 _NUMBER_SHIFT = 22
 _SEGMENT_SHIFT = 44
 _LOW = (1 << 22) - 1
+_FIRST_STEP = 16
+"""Keys that are compared at once at first; then twice as many."""
 
 
 class DiskIndex:
@@ -58,12 +61,39 @@ class DiskIndex:
         space = self._namespaces.get(fingerprint)
         if space is None:
             return 0
-        entries, found = space.entries, 0
-        for key in keys:
-            if key not in entries:
+        blob = keys.blob if isinstance(keys, Keys) else b"".join(keys)
+        entries, found, expected = space.entries, 0, -1
+        while found < len(keys):
+            packed = entries.get(blob[found * KEY_BYTES : (found + 1) * KEY_BYTES])
+            if packed is None:
                 break
+            place = packed >> _NUMBER_SHIFT
             found += 1
+            if place == expected and found < len(keys):
+                more = self._follows(space, place + 1, blob, found)
+                found, place = found + more, place + more
+            expected = place + 1
         return found
+
+    def _follows(self, space: Namespace, place: int, blob: bytes, first: int) -> int:
+        """How many keys of ``blob`` from the ``first`` on are those of the records from ``place`` on, all of them live.
+
+        What was stored together lies together: a few comparisons of memory instead of a look-up for each key, which
+        with a million of them is a cache miss or three. The record before ``place`` is live; so what a forgotten
+        namespace left with its owner's number, always earlier in a segment, is never seen here.
+        """
+        segment, start = self.segments[place >> (_SEGMENT_SHIFT - _NUMBER_SHIFT)], place & _LOW
+        most = min(len(blob) // KEY_BYTES - first, segment.records - start)
+        owner, same, step = space.number.to_bytes(segment.owners.itemsize, sys.byteorder), 0, _FIRST_STEP
+        while same < most:
+            end = min(same + step, most)
+            wanted = blob[(first + same) * KEY_BYTES : (first + end) * KEY_BYTES]
+            there = segment.keys[(start + same) * KEY_BYTES : (start + end) * KEY_BYTES]
+            alive = segment.owners[start + same : start + end].tobytes() == owner * (end - same)
+            if not alive or wanted != there:
+                break
+            same, step = end, step * 2
+        return same
 
     def contains(self, fingerprint: bytes, keys: Sequence[BlockKey]) -> list[bool]:
         """Which of these are here."""
@@ -190,6 +220,7 @@ class DiskIndex:
 
     def _detach(self, space: Namespace, packed: int) -> None:
         segment, number = self.segments[packed >> _SEGMENT_SHIFT], packed >> _NUMBER_SHIFT & _LOW
+        segment.owners[number] = NOBODY
         share = segment.shares[space.number]
         share[0] -= 1
         share[1] -= segment.used[number]

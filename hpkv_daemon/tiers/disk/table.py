@@ -9,7 +9,7 @@ from hpkv_client.types import KEY_BYTES, BlockKey
 from hpkv_daemon.tiers.disk.format import MAX_RECORD, PAGE, Record, footer_bytes, record_bytes
 
 NOBODY = (1 << 16) - 1
-"""Owner of a record that is no block, or failed."""
+"""Owner of a record that is no block, or failed, or whose block is forgotten or lies elsewhere by now."""
 
 
 class Phase(IntEnum):

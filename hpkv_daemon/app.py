@@ -28,6 +28,7 @@ from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.faults import Faults
 from hpkv_daemon.locks import InstanceLock
 from hpkv_daemon.movers.base import Mover
+from hpkv_daemon.movers.cuda.mover import CudaMover
 from hpkv_daemon.movers.host import HostMover
 from hpkv_daemon.pool.file import Pool
 from hpkv_daemon.pool.ledger import PoolLedger
@@ -228,6 +229,7 @@ async def _run(
             daily_bytes=settings.storage_daily_writes,
         ),
         _opener(pool, loop),
+        lambda device: CudaMover(device, pool.fileno(), pool.size, settings.faults),
     )
     ticker = asyncio.create_task(_tick(service))
     for router in routers:

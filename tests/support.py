@@ -299,8 +299,7 @@ class Rank:
         self._early: dict[int, Reply] = {}
         self._job = 0
         runs = [run for layer in shard.layers for run in layer.runs]
-        self.shared = SharedMemory(max(run.last_local_byte(shard.blocks) for run in runs))
-        self.memory: Bytes = np.frombuffer(self.shared.mapping, np.uint8)
+        self.memory: Bytes = self._allocate(max(run.last_local_byte(shard.blocks) for run in runs))
         self._page = SharedMemory(PAGE_BYTES)
         self.control = ControlPage(self._page.mapping)
 
@@ -309,6 +308,16 @@ class Rank:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _allocate(self, size: int) -> Bytes:
+        self.shared = SharedMemory(size)
+        return np.frombuffer(self.shared.mapping, np.uint8)
+
+    def _free(self) -> None:
+        self.shared.close()
+
+    def _where(self) -> Body:
+        return {"device": "cpu", "regions": [handle_to_wire(self.shared.handle)]}
 
     def close(self) -> None:
         """Say goodbye and drop the memory."""
@@ -321,7 +330,7 @@ class Rank:
         self.channel.close()
         self.control.close()
         self._page.close()
-        self.shared.close()
+        self._free()
 
     # -- the session --------------------------------------------------------------------------------------
 
@@ -338,8 +347,7 @@ class Rank:
             "world": self._world,
             "namespace": self.namespace,
             "model": "test",
-            "device": "cpu",
-            "regions": [handle_to_wire(self.shared.handle)],
+            **self._where(),
             "control": handle_to_wire(self._page.handle),
             **shard_to_wire(self.shard),
         }

@@ -80,13 +80,28 @@ class Alive:
 
 
 @dataclass(frozen=True, slots=True)
+class Locked:
+    """So many bytes of the pool are page-locked for the device by now."""
+
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Short:
+    """The blocks of an attached rank lie in pieces of as few bytes as this: too short for the device's link."""
+
+    attachment: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Died:
     """The mover's process is gone, and every mapping and copy of it."""
 
     reason: str
 
 
-Event = Attached | Done | Alive | Died
+Event = Attached | Done | Alive | Locked | Short | Died
 
 
 class Mover(Protocol):

@@ -20,7 +20,7 @@ import msgpack
 
 from hpkv_client.types import MemoryHandle, Run
 from hpkv_client.wire import unpack_blocks
-from hpkv_daemon.child import belong_to_daemon
+from hpkv_daemon.child import belong_to_daemon, claim_priority
 from hpkv_daemon.faults import Faults
 from hpkv_daemon.link import Link
 from hpkv_daemon.movers.base import Direction, Outcome
@@ -29,7 +29,6 @@ from hpkv_daemon.movers.copier import AttachedRank
 SLICE_BYTES = 8 << 20
 """Bytes copied before the process looks for messages: about 2 ms."""
 
-_NICE = -10
 _POPULATE_PAUSE_MS = 20
 POPULATE_BYTES = 32 << 20
 _MADV_POPULATE_WRITE = 23
@@ -184,18 +183,10 @@ class MoverProcess:
         self._populated += length
 
 
-def _claim_priority() -> None:
-    """Go before engine processes that spin while they wait for us; allowed for root and by RLIMIT_NICE."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, 0, _NICE)
-    except PermissionError:
-        return
-
-
 def main(arguments: list[str]) -> None:
     """Entry of the process."""
     belong_to_daemon()
-    _claim_priority()
+    claim_priority()
     link_fd, pool_fd, pool_bytes = (int(text) for text in arguments[:3])
     link = Link(socket.socket(fileno=link_fd))
     pool = mmap.mmap(pool_fd, pool_bytes)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hpkv_client.errors import Busy, NoSuchDevice
-from hpkv_daemon.movers.base import Attached, Attachment, CopyJob, Died, Done, Mover, Outcome
+from hpkv_daemon.movers.base import Attached, Attachment, CopyJob, Died, Done, Locked, Mover, Outcome, Short
+from hpkv_daemon.movers.cuda.mover import PREFIX, uuid_of
 from hpkv_daemon.service.sessions import Reactor
 
 log = logging.getLogger(__name__)
@@ -41,16 +42,26 @@ class _Device:
     cancelled: dict[int, float] = field(default_factory=dict)
     """Ticket -> when it was cancelled."""
     alive: bool = True
+    locked_bytes: int = 0
+    """Page-locked bytes of the pool."""
 
 
 class Movers:
-    """Routes copies to devices and events back. ``factories``: device name -> constructor.
+    """Routes copies to devices and events back.
 
+    ``factories``: device name -> constructor; ``gpus`` makes the mover of a ``cuda:UUID``, None where none is wanted.
     ``clock`` must stand still while this process is stopped: movers answer, but nobody listens.
     """
 
-    def __init__(self, factories: dict[str, Callable[[], Mover]], reactor: Reactor, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        factories: dict[str, Callable[[], Mover]],
+        reactor: Reactor,
+        clock: Callable[[], float],
+        gpus: Callable[[str], Mover] | None = None,
+    ) -> None:
         self._factories = factories
+        self._gpus = gpus
         self._reactor = reactor
         self._clock = clock
         self._devices: dict[str, _Device] = {}
@@ -60,9 +71,14 @@ class Movers:
         self.restarts = 0
 
     def require(self, device: str) -> None:
-        """Raise ``NoSuchDevice`` unless this node has movers for the device."""
-        if device not in self._factories:
-            known = ", ".join(sorted(self._factories))
+        """Raise ``NoSuchDevice`` unless this node has movers for the device.
+
+        Whether a GPU is here its mover finds out: this process never talks to the driver.
+        """
+        if self._gpus is not None and device.startswith(PREFIX):
+            uuid_of(device)
+        elif device not in self._factories:
+            known = ", ".join(sorted(self._factories)) + (f", {PREFIX}UUID" if self._gpus else "")
             raise NoSuchDevice(f"no mover for device {device[:64]!r} on this node (there is: {known})")
 
     def attach(self, device: str, what: Attachment, on_attached: OnAttached) -> int:
@@ -121,9 +137,15 @@ class Movers:
             assert state.attachments or state.jobs or not state.alive, f"mover {name} serves nobody"
 
     def describe(self) -> list[dict[str, object]]:
-        """Device, pid and queued jobs of each mover."""
+        """Device, pid, queued jobs and page-locked bytes of each mover."""
         return [
-            {"device": name, "pid": state.mover.pid, "jobs": len(state.jobs)} for name, state in self._devices.items()
+            {
+                "device": name,
+                "pid": state.mover.pid,
+                "jobs": len(state.jobs),
+                "page_locked_bytes": state.locked_bytes,
+            }
+            for name, state in self._devices.items()
         ]
 
     def tick(self) -> None:
@@ -163,7 +185,10 @@ class Movers:
         self._ending.append(state.mover)
 
     def _start(self, device: str) -> _Device:
-        mover = self._factories[device]()
+        if self._gpus is not None and device.startswith(PREFIX):
+            mover = self._gpus(device)
+        else:
+            mover = self._factories[device]()
         self._reactor.add_reader(mover.fileno(), lambda: self._poll(device))
         log.info("mover %s started, pid %d", device, mover.pid)
         now = self._clock()
@@ -183,6 +208,15 @@ class Movers:
             elif isinstance(event, Attached):
                 if event.attachment in state.attachments:
                     state.attachments[event.attachment][1](event)
+            elif isinstance(event, Locked):
+                state.locked_bytes = event.bytes
+            elif isinstance(event, Short):
+                log.warning(
+                    "mover %s: blocks in pieces of %d bytes, too short for the GPU's link; "
+                    "a larger --block-size or another KV layout makes them longer",
+                    device,
+                    event.bytes,
+                )
             elif isinstance(event, Died):
                 self._fail(device, state, state.condemned or event.reason)
                 return

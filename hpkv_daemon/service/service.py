@@ -81,6 +81,7 @@ class Service:
         tier: Callable[[Callable[[], float]], Tier],
         writes: WritePolicy = WritePolicy(),  # noqa: B008  (it cannot be changed)
         open_storage: Opener | None = None,
+        gpus: Callable[[str], Mover] | None = None,
     ) -> None:
         self._store = store
         self._identity = identity
@@ -92,7 +93,7 @@ class Service:
         self._awake = AwakeClock(clock)
         self._engines: dict[str, Engine] = {}
         self._sessions = SessionTable(reactor, self._on_death)
-        self._movers = Movers(factories, reactor, self._awake)
+        self._movers = Movers(factories, reactor, self._awake, gpus)
         self._transfers = Transfers(
             store, self._movers, reactor, clock, self._awake, self._answer, lease_seconds, faults
         )
@@ -272,6 +273,8 @@ class Service:
         handles = list(body["regions"]) + ([body["control"]] if body["control"] else [])
         if body["device"] == "cpu" and any(handle.kind != "memfd" for handle in handles):
             raise NoSuchDevice("device 'cpu' maps memory of kind memfd, not cuda_ipc")
+        if body["device"] != "cpu" and any(handle.kind == "memfd" for handle in body["regions"]):
+            raise NoSuchDevice(f"device {body['device']!r} maps memory of kind cuda_ipc, not memfd")
         if any(handle.kind == "memfd" and handle.pid != peer.pid for handle in handles):
             raise NotPermitted(
                 f"the memory belongs to another process than the sender (pid {peer.pid})",

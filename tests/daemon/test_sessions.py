@@ -467,7 +467,10 @@ def test_a_device_that_is_not_here_is_named(live: Observed, device: str) -> None
         gpu = {"kind": "cuda_ipc", "size": 4096, "token": bytes(64), "offset": 0, "event": bytes(64)}
         with pytest.raises(NoSuchDevice) as caught:
             rank.register(device=device, regions=[gpu], control=None)
-        assert f"no mover for device {device[:64]!r} on this node (there is: cpu)" in str(caught.value)
+        if device.startswith("cuda:"):
+            assert f"device {device!r} names no GPU by its UUID" in str(caught.value)
+        else:
+            assert f"no mover for device {device[:64]!r} on this node (there is: cpu, cuda:UUID)" in str(caught.value)
         with pytest.raises(NoSuchDevice, match="'cpu' maps memory of kind memfd, not cuda_ipc"):
             rank.register(regions=[gpu])
 

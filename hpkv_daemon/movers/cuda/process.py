@@ -1,0 +1,209 @@
+"""The mover process of one GPU: ``python -m hpkv_daemon.movers.cuda.process UUID LINK_FD POOL_FD POOL_BYTES FAULTS``.
+
+One thread. It hands copies to the device and looks at their events; it never waits for one. Whatever the driver says
+about a context that is lost ends the process: its end is what stops every copy for certain.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import sys
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from hpkv_client.cuda import CudaError, Driver
+from hpkv_client.errors import HpkvError
+from hpkv_client.types import MemoryHandle, Run
+from hpkv_daemon.child import belong_to_daemon, claim_priority
+from hpkv_daemon.faults import Faults
+from hpkv_daemon.link import Link
+from hpkv_daemon.movers.base import Direction, Outcome
+from hpkv_daemon.movers.cuda.device import AttachedRank, Limits, PinnedMemory, open_device, stay_near
+from hpkv_daemon.movers.cuda.lane import Job, Lane
+
+_LOOK_SECONDS = 50e-6
+"""Between two looks at the events while the device works."""
+_LOCK_SECONDS = 5e-3
+"""Between two extents that are page-locked ahead of use: an engine that starts needs the machine, too."""
+
+
+class _Gpu:
+    """The device, once it is open, and its two lanes."""
+
+    def __init__(self, name: str, pool: mmap.mmap, limits: Limits, faults: Faults, on_end: Any) -> None:
+        self.driver = Driver()
+        device = open_device(self.driver, name)
+        stay_near(self.driver.bus_of(device))
+        self.pool = PinnedMemory(self.driver, pool, limits.extent_bytes)
+        ways = (Direction.LOAD, Direction.STORE)
+        self.lanes = {way: Lane(way, self.driver, self.pool, limits, faults, on_end) for way in ways}
+
+
+class MoverProcess:
+    """State of the process: the device, attached ranks, and how much of the pool is page-locked."""
+
+    def __init__(self, name: str, link: Link, pool: mmap.mmap, limits: Limits, faults: Faults) -> None:
+        self._name = name
+        self._link = link
+        self._pool = pool
+        self._limits = limits
+        self._faults = faults
+        self._gpu: _Gpu | None = None
+        self._ranks: dict[int, AttachedRank] = {}
+        self._leaving: list[AttachedRank] = []
+        self._locked_ahead = True
+        """Whether there is more to page-lock ahead of use, and it works."""
+
+    def run(self) -> None:
+        """Serve until the daemon closes the link. Raises ``CudaError`` when the device is lost."""
+        while not self._link.closed:
+            for message in self._link.receive():
+                self._obey(message)
+            worked = self._work()
+            self._close_left()
+            writers = [] if self._link.flush() else [self._link]
+            pause = self._pause(worked)
+            ready = select.select([self._link], writers, [], pause)
+            if not any(ready) and pause == _LOCK_SECONDS:
+                self._lock_ahead()
+
+    def _work(self) -> bool:
+        if self._gpu is None:
+            return False
+        worked = False
+        for lane in self._gpu.lanes.values():
+            lane.poll()
+            worked |= lane.submit()
+        return worked
+
+    def _pause(self, worked: bool) -> float | None:
+        if self._gpu is None:
+            return None
+        lanes = self._gpu.lanes.values()
+        if worked:
+            return 0.0
+        if any(lane.in_flight or lane.waiting for lane in lanes):
+            return _LOOK_SECONDS
+        return _LOCK_SECONDS if self._locked_ahead else None
+
+    def _lock_ahead(self) -> None:
+        assert self._gpu is not None
+        pool = self._gpu.pool
+        extent = pool.next_missing
+        if extent is not None:
+            try:
+                pool.lock(extent)
+            except CudaError as problem:
+                if problem.lost:
+                    raise
+                # Copies that need it try again, and say what is wrong.
+                self._locked_ahead = False
+        if pool.next_missing is None:
+            self._locked_ahead = False
+        self._link.send(["locked", 0, pool.locked_bytes])
+
+    def _obey(self, message: list[Any]) -> None:
+        verb, number, *rest = message
+        if verb == "copy":
+            self._queue(number, *rest)
+        elif verb == "ping":
+            self._link.send(["alive", number])
+        elif verb == "cancel":
+            self._cancel(lambda job: job.ticket == number)
+        elif verb == "attach":
+            self._attach(number, *rest)
+        elif verb == "detach":
+            self._cancel(lambda job: job.attachment == number)
+            rank = self._ranks.pop(number, None)
+            if rank is not None:
+                self._leaving.append(rank)
+
+    def _cancel(self, matches: Any) -> None:
+        if self._gpu is not None:
+            for lane in self._gpu.lanes.values():
+                lane.cancel(matches)
+
+    def _close_left(self) -> None:
+        for rank in [rank for rank in self._leaving if not rank.in_flight]:
+            self._leaving.remove(rank)
+            rank.close()
+
+    def _attach(self, number: int, regions: list[Any], control: list[Any] | None, runs: list[Any], blocks: int) -> None:
+        problem = ""
+        lost: CudaError | None = None
+        try:
+            if self._gpu is None:
+                self._gpu = _Gpu(self._name, self._pool, self._limits, self._faults, self._finish)
+            rank = AttachedRank(
+                self._gpu.driver,
+                [MemoryHandle(*region) for region in regions],
+                MemoryHandle(*control) if control else None,
+                [Run(*run) for run in runs],
+                blocks,
+                self._limits.staging_bytes,
+            )
+        except CudaError as refused:
+            problem, lost = str(refused), refused if refused.lost else None
+        except HpkvError as refused:
+            problem = str(refused)
+        except Exception as bad:  # noqa: BLE001  (one rank's bad memory must not end the copies of others)
+            problem = str(bad) or type(bad).__name__
+        else:
+            if rank.control is not None:
+                rank.control.sign(os.getpid())
+            self._ranks[number] = rank
+            if rank.plan.short_bytes:
+                self._link.send(["short", number, rank.plan.short_bytes])
+        self._link.send(["attached", number, problem])
+        if lost is not None:
+            raise lost
+
+    def _queue(self, ticket: int, attachment: int, direction: int, job: int, offsets: bytes, blocks: bytes) -> None:
+        rank = self._ranks.get(attachment)
+        if rank is None or self._gpu is None:
+            self._link.send(["done", ticket, Outcome.FAILED, "the rank is not attached", 0, 0.0])
+            return
+        way = Direction(direction)
+        slots = np.frombuffer(offsets, "=u8").astype(np.int64)
+        numbers = np.frombuffer(blocks, "<u4").astype(np.int64)
+        self._gpu.lanes[way].add(Job(ticket, rank, attachment, way, job, slots, numbers))
+
+    def _finish(self, job: Job, outcome: Outcome, problem: str, seconds: float) -> None:
+        moved = job.done * job.rank.plan.block_bytes
+        self._link.send(["done", job.ticket, outcome, problem, moved, seconds])
+
+    def farewell(self, words: str) -> None:
+        """Tell the daemon why the process ends."""
+        self._link.send(["dying", 0, words])
+
+
+def main(arguments: list[str], limits: Limits) -> None:
+    """Entry of the process."""
+    belong_to_daemon()
+    claim_priority()
+    name = arguments[0]
+    link_fd, pool_fd, pool_bytes = (int(text) for text in arguments[1:4])
+    # A low number, whatever the daemon's was: select() is the wait that is precise enough here.
+    link = Link(socket.socket(fileno=os.dup(link_fd)))
+    os.close(link_fd)
+    pool = mmap.mmap(pool_fd, pool_bytes)
+    os.close(pool_fd)
+    mover = MoverProcess(name, link, pool, limits, Faults(arguments[4]))
+    try:
+        mover.run()
+    except CudaError as problem:
+        mover.farewell(str(problem))
+        # Without any clean-up: the driver would wait for copies that never end.
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:], Limits())
+    except msgpack.exceptions.UnpackException as broken:
+        sys.exit(f"hpkv mover: broken message from the daemon: {broken!r}")

@@ -1,0 +1,159 @@
+"""Ranks with memory on the fake driver's GPUs, and what goes wrong there on demand."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hpkv_vllm.cuda_export import export
+
+from hpkv_client.cuda import Driver
+from hpkv_client.wire import Body, handle_to_wire
+from tests.support import ROOT, Bytes, Child, ImpatientDaemon, KvRank, Observed, Rank
+
+FIRST, SECOND = (f"GPU-00000000-0000-4000-8000-00000000000{n}" for n in (1, 2))
+PART = "MIG-00000000-0000-4000-8000-00000000000a"
+WHOLE_OF_PART = "GPU-00000000-0000-4000-8000-000000000003"
+DEVICE_BYTES = 64 << 20
+_TAG = 1 << 60
+
+
+class ImpatientGpuDaemon(ImpatientDaemon):
+    """Its movers work in small pieces."""
+
+    PATCH = ImpatientDaemon.PATCH + (
+        "from hpkv_daemon.movers.cuda import mover\nmover.PROCESS = 'tests.cuda.small_mover'\n"
+    )
+
+
+class FakeCuda:
+    """The fake driver as an engine's process uses it. One ``directory`` is one machine."""
+
+    def __init__(self, library: Path, directory: Path | None = None) -> None:
+        self.directory = directory or Path(tempfile.mkdtemp(prefix="hpkv-t-gpu-", dir="/dev/shm"))
+        self.library = library
+        self.faults_path = self.directory / "faults"
+        if directory is None:
+            lines = [f"{FIRST} {DEVICE_BYTES}", f"{SECOND} {DEVICE_BYTES}", f"{WHOLE_OF_PART} {PART} {DEVICE_BYTES}"]
+            (self.directory / "devices").write_text("\n".join(lines))
+        # The engine's side of the driver: no faults, the daemon has those.
+        os.environ["FAKE_CUDA"] = str(self.directory)
+        os.environ.pop("FAKE_CUDA_FAULTS", None)
+        self.driver = Driver(str(library / "libcuda.so.1"))
+        self.raw = ctypes.CDLL(str(library / "libcuda.so.1"))
+        self.devices = {self.driver.uuid_of(device): device for device in self.driver.devices()}
+
+    def environment(self, **more: Any) -> dict[str, Any]:
+        """Of a daemon on this machine."""
+        return {
+            "FAKE_CUDA": self.directory,
+            "FAKE_CUDA_FAULTS": self.faults_path,
+            "FAKE_CUDA_DELAY_US": 2000,
+            "LD_LIBRARY_PATH": self.library,
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+            **more,
+        }
+
+    def allocate(self, size: int, device: str = FIRST, by_page: bool = False) -> int:
+        """Device memory; its pointer. Raises ``MemoryError`` when the device has not that much."""
+        self.driver.enter(self.devices[device])
+        pointer = ctypes.c_uint64()
+        make = self.raw.fakeMapPages if by_page else self.raw.cuMemAlloc_v2
+        result = make(ctypes.byref(pointer), ctypes.c_size_t(size))
+        if result == 2:
+            raise MemoryError(f"no {size} bytes left on {device}")
+        assert not result
+        return pointer.value
+
+    def free(self, pointer: int) -> None:
+        """Free it."""
+        assert not self.raw.cuMemFree_v2(ctypes.c_uint64(pointer))
+
+    def free_bytes(self, device: str = FIRST) -> int:
+        """What nobody holds of a device."""
+        self.driver.enter(self.devices[device])
+        left, total = ctypes.c_size_t(), ctypes.c_size_t()
+        assert not self.raw.cuMemGetInfo_v2(ctypes.byref(left), ctypes.byref(total))
+        return left.value
+
+    def bytes_at(self, pointer: int, size: int) -> Bytes:
+        """The memory itself."""
+        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(pointer & ~_TAG))
+
+    def fill_later(self, pointer: int, value: int, size: int, stream: int) -> None:
+        """Put a kernel into a stream that writes the memory when its time has come."""
+        arguments = (ctypes.c_uint64(pointer), ctypes.c_ubyte(value), ctypes.c_size_t(size), ctypes.c_void_p(stream))
+        assert not self.raw.cuMemsetD8Async(*arguments)
+
+
+class _OnGpu(Rank):
+    """Its memory lies on a GPU, at byte ``AT`` of an allocation."""
+
+    AT = 4096
+    cuda: FakeCuda
+    gpu = FIRST
+
+    def _allocate(self, size: int) -> Bytes:
+        self.size = size
+        self._allocation = self.cuda.allocate(size + self.AT, self.gpu)
+        self.pointer = self._allocation + self.AT
+        return self.cuda.bytes_at(self.pointer, size)
+
+    def _free(self) -> None:
+        if self._allocation:
+            self.cuda.free(self._allocation)
+            self._allocation = 0
+
+    def _where(self) -> Body:
+        self.cuda.driver.enter(self.cuda.devices[self.gpu])
+        device, handle = export(self.cuda.driver, self.pointer, self.size)
+        return {"device": device, "regions": [handle_to_wire(handle)]}
+
+
+class GpuRank(_OnGpu):
+    """A bare rank on a GPU."""
+
+
+class GpuKvRank(_OnGpu, KvRank):
+    """A rank laid out as an attention backend would, on a GPU."""
+
+
+class GpuNode:
+    """A daemon on a machine with GPUs."""
+
+    def __init__(self, observed: Observed, cuda: FakeCuda) -> None:
+        self.observed = observed
+        self.cuda = cuda
+        self.socket = observed.socket
+
+    def rank(self, *arguments: Any, gpu: str = FIRST, **more: Any) -> GpuRank:
+        """A bare rank, not registered yet."""
+        return type("GpuRankHere", (GpuRank,), {"cuda": self.cuda, "gpu": gpu})(self.socket, *arguments, **more)
+
+    def kv_rank(self, gpu: str = FIRST, **more: Any) -> GpuKvRank:
+        """A rank with a layout, not registered yet."""
+        return type("GpuKvRankHere", (GpuKvRank,), {"cuda": self.cuda, "gpu": gpu})(self.socket, **more)
+
+    def child(self, code: str) -> Child:
+        """A process that plays an engine on the first GPU: ``rank(...)`` in its code makes one."""
+        prelude = (
+            "from tests.cuda.gpus import FakeCuda, GpuRank\n"
+            f"cuda = FakeCuda(Path({str(self.cuda.library)!r}), Path({str(self.cuda.directory)!r}))\n"
+            "class Here(GpuRank): cuda = cuda\n"
+            "def rank(*shard, **more): return Here(socket, *shard, **more)\n"
+        )
+        return Child(self.observed.handle, prelude + code)
+
+    def fail(self, *rules: str) -> None:
+        """Calls of movers that fail from now on: ``cuEventQuery 2 700``."""
+        fresh = self.cuda.faults_path.with_suffix(".new")
+        fresh.write_text("".join(f"{rule}\n" for rule in rules))
+        fresh.rename(self.cuda.faults_path)
+
+    def calm(self) -> None:
+        """Nothing fails any more."""
+        self.cuda.faults_path.unlink(missing_ok=True)

@@ -117,6 +117,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuIpcGetMemHandle": (POINTER(_Handle), c_uint64),
     "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), _Handle, c_uint),
     "cuIpcCloseMemHandle": (c_uint64,),
+    "cuMemcpyDtoH_v2": (c_void_p, c_uint64, c_size_t),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
     "cuMemcpy2DAsync_v2": (POINTER(_Copy2D), c_void_p),
     "cuGetProcAddress_v2": (ctypes.c_char_p, POINTER(c_void_p), c_int, c_uint64, c_void_p),
@@ -283,6 +284,12 @@ class Driver:
     def close(self, pointer: int) -> None:
         """Undo one ``open``. No copy may touch the memory any more."""
         self._call("cuIpcCloseMemHandle", pointer)
+
+    def read(self, pointer: int, size: int) -> bytes:
+        """A copy of device memory. It waits for the device."""
+        copy = ctypes.create_string_buffer(size)
+        self._call("cuMemcpyDtoH_v2", copy, pointer, size)
+        return copy.raw
 
     # -- copies -------------------------------------------------------------------------------------------
 

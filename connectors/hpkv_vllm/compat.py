@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hpkv_client.cuda import Driver
 from hpkv_client.errors import LayoutRefused
 from hpkv_client.memory import SharedMemory
 from hpkv_client.topology import KvTensor, ModelShape, Parallel
+from hpkv_vllm.regions import GpuMemory, HostRegion, Region
 
 _SMALLEST_POOL = 1 << 20
 """Allocations below this are no KV cache."""
@@ -205,6 +207,7 @@ class KvMemory:
     def __init__(self) -> None:
         self.memories: dict[int, SharedMemory] = {}
         """Data pointer -> memory."""
+        self._regions: dict[int, HostRegion] = {}
 
     def context(self) -> AbstractContextManager[None]:
         """To be active around the allocation."""
@@ -233,30 +236,55 @@ class KvMemory:
         self.memories[tensor.untyped_storage().data_ptr()] = memory
         return tensor
 
-    def find(self, tensor: torch.Tensor) -> SharedMemory:
+    def find(self, tensor: torch.Tensor) -> HostRegion:
         """The shared memory under a tensor. Raises ``LayoutRefused`` for private memory."""
-        memory = self.memories.get(tensor.untyped_storage().data_ptr())
+        pointer = tensor.untyped_storage().data_ptr()
+        memory = self.memories.get(pointer)
         if memory is None:
             raise LayoutRefused(
                 "the engine's KV cache lies in private memory",
                 "use vLLM 0.31 or later; this engine runs without HPKV",
             )
-        return memory
+        return self._regions.setdefault(pointer, HostRegion(memory))
 
 
-def kv_tensors(kv_caches: Mapping[str, Any], memory: KvMemory) -> tuple[list[KvTensor], list[SharedMemory]]:
-    """The layers' tensors by shape, stride and place, and the distinct memories they lie in."""
-    regions: list[SharedMemory] = []
+def gpu_memory() -> GpuMemory:
+    """How this process' GPU memory is exported. Raises ``LayoutRefused``, ``NoSuchDevice``, ``CudaError``."""
+    if torch.version.hip is not None:
+        raise LayoutRefused(
+            "this PyTorch is built for ROCm, and calls its devices cuda as well",
+            "this release moves KV of the CPU and of NVIDIA's GPUs; the engine runs without HPKV",
+        )
+    return GpuMemory(Driver(), torch.cuda.synchronize)
+
+
+def compute_stream() -> int:
+    """The stream in which this thread puts the engine's kernels."""
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
+def kv_tensors(
+    kv_caches: Mapping[str, Any], memory: KvMemory, gpu: Callable[[], GpuMemory]
+) -> tuple[list[KvTensor], list[Region]]:
+    """The layers' tensors by shape, stride and place, and the distinct memories they lie in.
+
+    ``gpu`` is asked when some lie on a GPU.
+    """
+    regions: list[Region] = []
     tensors: list[KvTensor] = []
     for name, value in kv_caches.items():
         if not isinstance(value, torch.Tensor):
             raise LayoutRefused(f"layer {name}: its KV is a {type(value).__name__}, not one tensor")
-        if value.device.type != "cpu":
+        region: Region
+        if value.device.type == "cpu":
+            region = memory.find(value)
+        elif value.device.type == "cuda":
+            region = gpu().find(value)
+        else:
             raise LayoutRefused(
                 f"layer {name}: its KV lies on {value.device}",
-                "this release moves KV of the CPU only; the engine runs without HPKV",
+                "this release moves KV of the CPU and of NVIDIA's GPUs; the engine runs without HPKV",
             )
-        region = memory.find(value)
         if region not in regions:
             regions.append(region)
         tensors.append(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from hpkv_client.wire import Body, handle_to_wire, shard_to_wire
 from hpkv_vllm import compat
 from hpkv_vllm.identity import brief, fingerprint, namespace_fields
 from hpkv_vllm.metadata import Part
+from hpkv_vllm.regions import GpuMemory, Region
 
 _PATTERN = 251
 """Prime, so that the check's pattern does not repeat with any power of two."""
@@ -39,6 +40,7 @@ def shards_of(
     control: SharedMemory,
     settings: Settings,
     engine: str,
+    gpu: Callable[[], GpuMemory],
 ) -> list[PartShard]:
     """Every part of the engine that this rank's node keeps, in the same order on every rank of the node.
 
@@ -49,7 +51,10 @@ def shards_of(
     parallel = compat.parallel_of(vllm_config)
     place = _place(parallel, settings)
     node = f"n{parallel.node}" if parallel.node else ""
-    tensors, regions = compat.kv_tensors(kv_caches, memory)
+    tensors, regions = compat.kv_tensors(kv_caches, memory, gpu)
+    devices = {region.device for region in regions}
+    if len(devices) != 1:
+        raise LayoutRefused(f"the KV of one rank lies on {len(devices)} devices: {', '.join(sorted(devices))}")
     fields = namespace_fields(vllm_config, kv_cache_config, settings.weights_id)
     base = fingerprint(fields)
     orders = {element_order(tensor) for tensor in tensors}
@@ -62,7 +67,7 @@ def shards_of(
         "model": _model_name(vllm_config),
         "strategy": compat.strategy(vllm_config),
         "place": _words(parallel),
-        "device": "cpu",
+        "device": devices.pop(),
         "regions": [handle_to_wire(region.handle) for region in regions],
         "control": handle_to_wire(control.handle),
     }
@@ -161,7 +166,7 @@ def _by_shape(
     return sorted_tensors
 
 
-def prove_runs(tensor: KvTensor, layer: Layer, blocks: int, view: Any, region: SharedMemory) -> None:
+def prove_runs(tensor: KvTensor, layer: Layer, blocks: int, view: Any, region: Region) -> None:
     """Write a pattern through the engine's own view of its first and last block, read it back through the runs.
 
     The engine has just allocated its cache and uses no block yet; the blocks are zeroed again. Raises
@@ -169,7 +174,6 @@ def prove_runs(tensor: KvTensor, layer: Layer, blocks: int, view: Any, region: S
     """
     import torch
 
-    memory = np.frombuffer(region.mapping, np.uint8)
     for block in {0, blocks - 1}:
         elements = view[block]
         size = elements.numel() * elements.element_size()
@@ -181,9 +185,9 @@ def prove_runs(tensor: KvTensor, layer: Layer, blocks: int, view: Any, region: S
             for run in layer.runs
             for i in range(run.count)
         )
-        got = np.concatenate([memory[start : start + length] for start, length in pieces])
+        got = np.concatenate([region.read(start, length) for start, length in pieces])
         order = elements if element_order(tensor) == "hnd" else elements.transpose(0, 1)
-        expected = order.contiguous().view(torch.uint8).numpy().reshape(-1).copy()
+        expected = order.contiguous().view(torch.uint8).cpu().numpy().reshape(-1).copy()
         elements.zero_()
         if not np.array_equal(got, expected):
             raise LayoutRefused(f"layer {tensor.name}: its memory does not lie where its strides say")

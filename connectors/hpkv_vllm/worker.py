@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 
 from hpkv_client import launch
 from hpkv_client.control import PAGE_BYTES, ControlPage
+from hpkv_client.cuda import CudaError
 from hpkv_client.errors import HpkvError, Unreachable
 from hpkv_client.memory import SharedMemory
 from hpkv_client.session import SessionKeeper
@@ -24,8 +25,11 @@ from hpkv_client.settings import Settings
 from hpkv_client.transport import Channel
 from hpkv_client.wire import Reply, pack_blocks
 from hpkv_vllm import compat, reloads
+from hpkv_vllm.cuda_export import ComputeStream
 from hpkv_vllm.identity import machine_id
 from hpkv_vllm.metadata import RankParts, StepMetadata, WorkerMetadata
+from hpkv_vllm.order import StreamOrder
+from hpkv_vllm.regions import GpuMemory
 from hpkv_vllm.shards import PartShard, shards_of
 
 log = init_logger("vllm.hpkv.worker")
@@ -52,6 +56,13 @@ class _Pending:
     """When it was withdrawn; 0 while it is in order."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Message:
+    verb: str
+    body: dict[str, Any]
+    pending: _Pending
+
+
 class WorkerConnector:
     """Worker side. Called by the engine's main thread only; nothing here waits longer than a few milliseconds."""
 
@@ -71,6 +82,10 @@ class WorkerConnector:
         """For operators: told by the session of the first part."""
         self._parts: RankParts | None = None
         self._channel: Channel | None = None
+        self._gpu: GpuMemory | None = None
+        self._order: StreamOrder[_Message] | None = None
+        """Of a GPU's rank: blocks are read, and written, after what its stream holds now."""
+        self._gpu_lost = False
         self._pending: dict[int, _Pending] = {}
         """Request id on the wire -> job."""
         self._withdrawing: list[_Pending] = []
@@ -101,6 +116,7 @@ class WorkerConnector:
                 self._control_memory,
                 self._settings,
                 self._engine,
+                self._open_gpu,
             )
         except HpkvError as problem:
             log.warning("HPKV is off for this rank: %s", problem)
@@ -115,6 +131,13 @@ class WorkerConnector:
             log.info("HPKV: rank %s of %s", place, _described(one))
         reloads.watch(self._weights_change)
         self._await(place)
+
+    def _open_gpu(self) -> GpuMemory:
+        """The GPU's memory, on the first call; from then on messages keep the order of its stream."""
+        if self._gpu is None:
+            self._gpu = compat.gpu_memory()
+            self._order = StreamOrder(ComputeStream(self._gpu.driver), compat.compute_stream)
+        return self._gpu
 
     def _keeper(self, path: Path, one: PartShard) -> SessionKeeper:
         hello = {
@@ -156,7 +179,7 @@ class WorkerConnector:
                     "blocks": pack_blocks(piece.blocks),
                 }
                 pending = _Pending(piece.job, piece.part, load.request_id, deadline, self._weights)
-                if not current or not self._send("load", body, pending):
+                if not current or not self._give("load", body, pending):
                     self._conclude(pending, ok=current and self._elsewhere(piece.part))
 
     def start_stores(self, step: StepMetadata) -> None:
@@ -168,8 +191,43 @@ class WorkerConnector:
             if store.chained:
                 body["parent"] = store.parent
             pending = _Pending(store.job, store.part, "", deadline, self._weights)
-            if not current or not self._send("store" if store.chained else "put", body, pending):
+            if not current or not self._give("store" if store.chained else "put", body, pending):
                 self._conclude(pending, ok=False)
+
+    def _give(self, verb: str, body: dict[str, Any], pending: _Pending) -> bool:
+        """Send it, or keep it until the GPU has done what was put into its stream before; False: it cannot be sent."""
+        if self._order is None:
+            return self._send(verb, body, pending)
+        if self._gpu_lost or not self._usable(pending.part):
+            return False
+        try:
+            self._order.hold(_Message(verb, body, pending))
+        except CudaError as problem:
+            self._lose_gpu(self._order, problem)
+            return False
+        return True
+
+    def _release(self, order: StreamOrder[_Message], now: float) -> None:
+        """Send what the GPU is through with; what comes too late is not sent at all."""
+        try:
+            for message in order.passed():
+                if not self._send(message.verb, message.body, message.pending):
+                    self._conclude(message.pending, ok=False)
+        except CudaError as problem:
+            self._lose_gpu(order, problem)
+        for message in order.take(lambda message: message.pending.deadline <= now):
+            self._counters["late_jobs"] += 1
+            self._conclude(message.pending, ok=False)
+
+    def _lose_gpu(self, order: StreamOrder[_Message], problem: CudaError) -> None:
+        log.warning("HPKV is off for this rank: %s", problem)
+        self._gpu_lost = True
+        for message in order.take(lambda _: True):
+            self._conclude(message.pending, ok=False)
+
+    def _usable(self, part: str) -> bool:
+        keeper = self._keepers.get(part)
+        return keeper is not None and self._channel is not None and keeper.link.usable
 
     def _send(self, verb: str, body: dict[str, Any], pending: _Pending) -> bool:
         keeper = self._keepers.get(pending.part)
@@ -195,6 +253,8 @@ class WorkerConnector:
         """Collect replies and enforce deadlines. On idle steps wait a moment, so that the daemon gets a core."""
         if self._channel is None:
             return
+        if self._order is not None:
+            self._release(self._order, time.monotonic())
         waiting = bool(self._pending or self._withdrawing)
         # Also a rank that is through: it would take the core that the mover needs for the others.
         pause = IDLE_WAIT_SECONDS if idle and not (self._loaded or self._stored) else 0.0

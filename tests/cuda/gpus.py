@@ -5,10 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hpkv_vllm.cuda_export import export
 
 from hpkv_client.cuda import Driver
@@ -84,10 +87,44 @@ class FakeCuda:
         """The memory itself."""
         return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(pointer & ~_TAG))
 
+    @contextmanager
+    def failing(self, monkeypatch: pytest.MonkeyPatch, rule: str) -> Iterator[None]:
+        """A call of the engine's own that fails."""
+        rules = self.directory / "engine-faults"
+        rules.write_text(f"{rule}\n")
+        with monkeypatch.context() as patch:
+            patch.setenv("FAKE_CUDA_FAULTS", str(rules))
+            yield
+        rules.unlink()
+
     def fill_later(self, pointer: int, value: int, size: int, stream: int) -> None:
         """Put a kernel into a stream that writes the memory when its time has come."""
         arguments = (ctypes.c_uint64(pointer), ctypes.c_ubyte(value), ctypes.c_size_t(size), ctypes.c_void_p(stream))
         assert not self.raw.cuMemsetD8Async(*arguments)
+
+
+class _Storage:
+    def __init__(self, pointer: int, size: int) -> None:
+        self._pointer, self._size = pointer, size
+
+    def data_ptr(self) -> int:
+        return self._pointer
+
+    def nbytes(self) -> int:
+        return self._size
+
+
+def gpu_tensor(cuda: FakeCuda, pointer: int, size: int) -> Any:
+    """Device memory as a tensor of bytes that says, as all of its views do, that it lies on a GPU."""
+    import torch
+
+    class OnGpu(torch.Tensor):
+        device = torch.device("cuda:0")  # type: ignore[assignment]
+
+        def untyped_storage(self) -> Any:
+            return _Storage(pointer, size)
+
+    return torch.from_numpy(cuda.bytes_at(pointer, size)).as_subclass(OnGpu)
 
 
 class _OnGpu(Rank):

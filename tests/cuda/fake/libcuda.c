@@ -97,6 +97,8 @@ static int rule_count;
 static struct timespec rules_of;
 static __thread int current; /* device + 1 */
 
+static void advance(int all);
+
 static uint64_t now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -377,6 +379,10 @@ int cuMemFree_v2(pointer at) {
     struct area *area = area_of(at, 1);
     if (!area || area->opened)
         return INVALID_VALUE;
+    /* As the real one, it waits for the device. */
+    pthread_mutex_lock(&lock);
+    advance(1);
+    pthread_mutex_unlock(&lock);
     unmap(area);
     return OK;
 }
@@ -537,10 +543,10 @@ static void append(struct stream *stream, char *to, const char *from, size_t siz
     pthread_mutex_unlock(&lock);
 }
 
-static void advance(void) {
+static void advance(int all) {
     uint64_t time = now();
     for (struct stream *stream = streams; stream; stream = stream->next)
-        while (stream->first && stream->first->due <= time) {
+        while (stream->first && (all || stream->first->due <= time)) {
             struct operation *one = stream->first;
             if (one->event)
                 one->event->passed++;
@@ -565,7 +571,7 @@ int cuEventRecord(struct event *event, struct stream *stream) {
 int cuEventQuery(struct event *event) {
     ENTER_CONTEXT("cuEventQuery");
     pthread_mutex_lock(&lock);
-    advance();
+    advance(0);
     int ready = event->passed == event->recorded;
     pthread_mutex_unlock(&lock);
     return ready ? OK : NOT_READY;

@@ -50,6 +50,7 @@ FAULTS_CONFIRMATION = "HPKV_FAULTS_CONFIRM"
 FAULTS_CONFIRMED = "this-breaks-my-cache"
 
 _SYSTEM_DIRECTORY = "/run/hpkv"
+_CREDENTIAL = "hpkv.key"
 
 
 def _owned_by_us(directory: str) -> bool:
@@ -66,7 +67,7 @@ def _suffix(instance: str) -> str:
 def _default_socket(environ: Mapping[str, str], instance: str) -> str:
     name = f"hpkvd{_suffix(instance)}.sock"
     system_wide = f"{_SYSTEM_DIRECTORY}/{name}"
-    if os.geteuid() == 0 or os.path.exists(system_wide):
+    if os.geteuid() == 0 or os.path.exists(system_wide) or _owned_by_us(_SYSTEM_DIRECTORY):
         return system_wide
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(runtime) and _owned_by_us(runtime):
@@ -75,11 +76,20 @@ def _default_socket(environ: Mapping[str, str], instance: str) -> str:
 
 
 def _default_pool_path(_environ: Mapping[str, str], instance: str) -> str:
-    user = "" if os.geteuid() == 0 else f"-{os.geteuid()}"
-    return f"/dev/shm/hpkv{user}{_suffix(instance)}"
+    system_wide = f"/dev/shm/hpkv{_suffix(instance)}"
+    if os.geteuid() == 0 or _owned_by_us(system_wide):
+        return system_wide
+    return f"/dev/shm/hpkv-{os.geteuid()}{_suffix(instance)}"
 
 
-Default = str | Callable[[Mapping[str, str], str], str] | None
+def _default_key_file(environ: Mapping[str, str], _instance: str) -> str | None:
+    """The credential that systemd passes to the service, if there is one."""
+    credentials = environ.get("CREDENTIALS_DIRECTORY", "")
+    path = f"{credentials.rstrip('/')}/{_CREDENTIAL}"
+    return path if os.path.isabs(credentials) and os.path.exists(path) else None
+
+
+Default = str | Callable[[Mapping[str, str], str], str | None] | None
 
 
 @dataclass(frozen=True)
@@ -142,7 +152,7 @@ _TABLE = (
         "HPKV_KEY_FILE",
         "--key-file",
         parse_path,
-        None,
+        _default_key_file,
         "key that all nodes of a cluster share; 'hpkvd keygen' makes one",
     ),
     Setting(
@@ -285,6 +295,14 @@ _TABLE = (
         "log file; without it stderr, and for 'hpkvd start' a file beside the socket",
     ),
     Setting(
+        "log_format",
+        "HPKV_LOG_FORMAT",
+        "--log-format",
+        parse_choice("text", "json"),
+        "text",
+        "text, or json: one object per line",
+    ),
+    Setting(
         "faults",
         "HPKV_FAULTS",
         "",
@@ -326,6 +344,7 @@ class Settings:
     weights_id: str
     log_level: str
     log_file: Path | None
+    log_format: str
     faults: str
 
 

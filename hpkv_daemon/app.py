@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
 import resource
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -27,11 +27,14 @@ from hpkv_daemon.core.slots import extent_bytes_for
 from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.faults import Faults
 from hpkv_daemon.locks import InstanceLock
+from hpkv_daemon.logs import log_to
 from hpkv_daemon.movers.base import Mover
 from hpkv_daemon.movers.cuda.mover import CudaMover
 from hpkv_daemon.movers.host import HostMover
+from hpkv_daemon.notify import Notifier
 from hpkv_daemon.pool.file import Pool
 from hpkv_daemon.pool.ledger import PoolLedger
+from hpkv_daemon.server.activation import passed_listener
 from hpkv_daemon.server.local import LocalRouter
 from hpkv_daemon.server.router import Router
 from hpkv_daemon.service.importing import Opener
@@ -47,6 +50,9 @@ log = logging.getLogger(__name__)
 TICK_SECONDS = 0.25
 _FREEZE_EVERY = 240
 """Ticks between moves of long-lived objects out of the garbage collector's sight."""
+
+_STEP_SECONDS = 60.0
+"""Longest time that one step of the start may take, for the service manager."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes allocated, bytes in all) while the pool is made."""
@@ -79,13 +85,18 @@ def serve(settings: Settings, origins: dict[str, str], progress: Progress) -> No
     Order matters: the instance lock first (a second daemon learns who runs, before it touches anything), the
     pool next, the socket last, so that a client that connects finds a daemon that can serve.
     """
-    _log_to(settings)
-    with _Stop() as stop, InstanceLock(Path(settings.socket)) as lock:
+    log_to(settings.log_file, settings.log_level, settings.log_format)
+    # A service manager's watchdog ends a hung daemon by SIGABRT: where it hung is worth more than a core dump.
+    faulthandler.enable()
+    passed = passed_listener(os.environ, Path(settings.socket))
+    notifier = Notifier.from_environment(os.environ, time.monotonic)
+    with contextlib.closing(notifier), _Stop() as stop, InstanceLock(Path(settings.socket), passed is not None) as lock:
         goes_first = _claim_priority()
         _claim_descriptors()
 
         def allocated(done_bytes: int, total_bytes: int) -> None:
             stop.check()
+            notifier.progress(f"allocating the pool: {done_bytes} of {total_bytes} bytes", _STEP_SECONDS)
             progress(done_bytes, total_bytes)
 
         pool = Pool.open(Path(settings.pool_path), settings.pool_size, allocated)
@@ -95,7 +106,8 @@ def serve(settings: Settings, origins: dict[str, str], progress: Progress) -> No
             with contextlib.closing(PoolLedger.open(pool, extent_bytes_for(pool.size))) as ledger:
                 store = _store(settings, pool, ledger)
                 stop.check()
-                uvloop.run(_run(settings, origins, pool, store, stop, goes_first))
+                notifier.progress("starting to serve", _STEP_SECONDS)
+                uvloop.run(_run(settings, origins, pool, store, stop, goes_first, passed, notifier, lock))
             useless = False
         finally:
             # A daemon that never served leaves no memory behind; all others leave it to the next one.
@@ -183,13 +195,21 @@ def _opener(pool: Pool, loop: asyncio.AbstractEventLoop) -> Opener:
 
 
 async def _run(
-    settings: Settings, origins: dict[str, str], pool: Pool, store: BlockStore, stop: _Stop, goes_first: bool
+    settings: Settings,
+    origins: dict[str, str],
+    pool: Pool,
+    store: BlockStore,
+    stop: _Stop,
+    goes_first: bool,
+    passed: int | None,
+    notifier: Notifier,
+    lock: InstanceLock,
 ) -> None:
     loop = asyncio.get_running_loop()
     faults = Faults(settings.faults)
     if settings.faults:
         log.warning("fault hooks are on: %s", settings.faults)
-    local = LocalRouter(Path(settings.socket), settings.socket_mode, settings.socket_group, loop)
+    local = LocalRouter(Path(settings.socket), settings.socket_mode, settings.socket_group, loop, passed)
     routers: list[Router] = [local]
     if settings.listen and settings.key_file:
         from hpkv_daemon.server.network import NetworkRouter
@@ -231,7 +251,7 @@ async def _run(
         _opener(pool, loop),
         lambda device: CudaMover(device, pool.fileno(), pool.size, settings.faults),
     )
-    ticker = asyncio.create_task(_tick(service))
+    ticker = asyncio.create_task(_tick(service, notifier))
     for router in routers:
         router.serve(service.handle)
     # What exists now lives as long as the daemon: no collection needs to look at it again.
@@ -250,9 +270,12 @@ async def _run(
         log.info("serving other nodes on %s, with the key in %s", settings.listen, settings.key_file)
     if not goes_first:
         log.info("running at normal priority (no right to raise it)")
+    lock.describe(pool.path, ready=True)
+    notifier.ready(f"serving {identity.socket}, pool of {pool.size} bytes")
     try:
         await stop.wait()
         log.info("stopping")
+        notifier.stopping("writing out what waits")
     finally:
         ticker.cancel()
         for router in routers:
@@ -260,11 +283,12 @@ async def _run(
         service.close()
 
 
-async def _tick(service: Service) -> None:
+async def _tick(service: Service, notifier: Notifier) -> None:
     ticks = 0
     while True:
         await asyncio.sleep(TICK_SECONDS)
         service.tick()
+        notifier.tick()
         ticks += 1
         if ticks % _FREEZE_EVERY == 0:
             gc.freeze()
@@ -300,11 +324,3 @@ class _Stop:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._SIGNALS)
         await stopped.wait()
         signal.pthread_sigmask(signal.SIG_BLOCK, self._SIGNALS)
-
-
-def _log_to(settings: Settings) -> None:
-    handler = logging.FileHandler(settings.log_file) if settings.log_file else logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s hpkvd[%(process)d] %(levelname)s %(message)s"))
-    root = logging.getLogger("hpkv_daemon")
-    root.handlers[:] = [handler]
-    root.setLevel(settings.log_level.upper())

@@ -38,6 +38,10 @@ class Holder:
     pool: str
     here: bool
     """The pid counts in our PID namespace. If not, it may be that of an innocent process."""
+    uid: int
+    """Owner of the lock file, as whom the holder runs."""
+    ready: bool
+    """It serves; false while it starts."""
 
 
 def _pid_namespace() -> int:
@@ -49,14 +53,17 @@ def _holder(fd: int) -> Holder:
         record = json.loads(os.pread(fd, 16 * _RECORD_BYTES, 0))
     except ValueError:
         record = {}
+    uid = os.fstat(fd).st_uid
     if not isinstance(record, dict) or not isinstance(record.get("pid"), int):
-        return Holder(_locking_pid(fd), 0.0, "", "", True)
+        return Holder(_locking_pid(fd), 0.0, "", "", True, uid, False)
     return Holder(
         pid=record["pid"],
         started=float(record.get("started", 0.0)),
         socket=str(record.get("socket", "")),
         pool=str(record.get("pool", "")),
         here=record.get("pid_namespace") == _pid_namespace(),
+        uid=uid,
+        ready=record.get("ready") is True,
     )
 
 
@@ -85,10 +92,22 @@ def _open(path: Path, flags: int) -> int:
     if not stat.S_ISREG(info.st_mode):
         os.close(fd)
         raise ConfigError(f"lock file {path} is not a regular file", "remove it")
-    if info.st_uid not in (0, os.geteuid()):
+    if info.st_uid not in (0, os.geteuid()) and not _is_services(path, info.st_uid):
         os.close(fd)
         raise NotPermitted(f"lock file {path} belongs to uid {info.st_uid}", "act as that user")
     return fd
+
+
+def _is_services(path: Path, uid: int) -> bool:
+    """Whether root looks at the lock of a service in the directory that only root can have given to its user."""
+    directory, above = path.parent.stat(), path.parent.parent.stat()
+    return (
+        os.geteuid() == 0
+        and directory.st_uid == uid
+        and not directory.st_mode & stat.S_IWOTH
+        and above.st_uid == 0
+        and not above.st_mode & stat.S_IWOTH
+    )
 
 
 def _try_lock(fd: int) -> bool:
@@ -189,10 +208,14 @@ def ensure_socket_directory(socket_path: Path) -> None:
 
 
 class InstanceLock:
-    """The claim of one daemon on a socket path, as a context manager. The server binds the socket itself."""
+    """The claim of one daemon on a socket path, as a context manager. The server binds the socket itself.
 
-    def __init__(self, socket_path: Path) -> None:
+    ``passed``: the socket is a service manager's, who made it and keeps it; it is left alone.
+    """
+
+    def __init__(self, socket_path: Path, passed: bool = False) -> None:
         self.socket_path = socket_path
+        self._passed = passed
         self._lock: FileLock | None = None
 
     def acquire(self) -> None:
@@ -205,21 +228,22 @@ class InstanceLock:
         lock = FileLock.acquire(lock_path_of(self.socket_path), f"socket {self.socket_path}")
         try:
             lock.write({"socket": str(self.socket_path), "pool": ""})
-            _clear_stale_socket(self.socket_path)
+            if not self._passed:
+                _clear_stale_socket(self.socket_path)
         except BaseException:
             lock.release()
             raise
         self._lock = lock
 
-    def describe(self, pool_path: Path) -> None:
-        """Add the pool to what the lock file tells."""
+    def describe(self, pool_path: Path, ready: bool = False) -> None:
+        """Add the pool to what the lock file tells, and that the daemon is ready once it is."""
         assert self._lock is not None
-        self._lock.write({"socket": str(self.socket_path), "pool": str(pool_path)})
+        self._lock.write({"socket": str(self.socket_path), "pool": str(pool_path), "ready": ready})
 
     def release(self) -> None:
-        """Give the path up: socket and lock file are removed."""
+        """Give the path up: lock file and our own socket are removed."""
         if self._lock is not None:
-            if _is_socket(self.socket_path):
+            if not self._passed and _is_socket(self.socket_path):
                 self.socket_path.unlink()
             self._lock.release()
             self._lock = None

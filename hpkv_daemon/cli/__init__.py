@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import keyword
+import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -67,13 +69,24 @@ def run(arguments: Sequence[str]) -> int:
     except click.Abort:
         return _INTERRUPTED
     except HpkvError as problem:
-        click.echo(f"hpkvd: {problem}", err=True)
+        _complain(str(problem))
         return problem.exit_code
     except OSError as problem:
         where = f"{problem.filename}: " if problem.filename else ""
-        click.echo(f"hpkvd: {where}{problem.strerror or problem}", err=True)
+        _complain(f"{where}{problem.strerror or problem}")
         return HpkvError.exit_code
     return status if isinstance(status, int) else 0
+
+
+def _complain(text: str) -> None:
+    """One line on stderr; in the journal it is an error."""
+    if "JOURNAL_STREAM" in os.environ:
+        from hpkv_daemon.logs import goes_to_journal, with_priority
+
+        if goes_to_journal(sys.stderr.fileno(), os.environ):
+            click.echo(with_priority(logging.ERROR, text), err=True)
+            return
+    click.echo(f"hpkvd: {text}", err=True)
 
 
 def main() -> None:

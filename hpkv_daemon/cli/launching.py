@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -192,12 +193,16 @@ def stop_daemon(socket_path: Path, timeout: float, force: bool) -> tuple[int, Pa
     try:
         if not _still_held_by(holder, socket_path):
             raise _nothing_to_stop(socket_path)
+        if holder.uid not in (0, os.stat(f"/proc/{holder.pid}").st_uid):
+            raise NotPermitted(
+                f"lock of {socket_path} names pid {holder.pid}, which is not its owner's", "look at both"
+            )
         _end(process, holder.pid, timeout, force)
     finally:
         os.close(process)
     if force and instance_holder(socket_path) is None:
-        # A killed daemon could not clean up behind itself.
-        with InstanceLock(socket_path):
+        # A killed daemon could not clean up behind itself. If the socket is a service manager's, it stays.
+        with suppress(Busy), InstanceLock(socket_path):
             pass
     return holder.pid, Path(holder.pool).parent if holder.pool else None
 

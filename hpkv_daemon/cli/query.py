@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import click
@@ -18,6 +19,7 @@ from hpkv_daemon.cli.options import (
     setting_options,
 )
 from hpkv_daemon.cli.output import emit, note
+from hpkv_daemon.locks import Holder, instance_holder
 
 _ROLLING = ("requests", "matched_blocks", "loaded_blocks", "stored_blocks", "evicted_blocks", "sessions")
 """What ``stats -i`` shows of the many counters, if the daemon has them."""
@@ -32,10 +34,11 @@ _HEADER_EVERY = 20
 def status(as_json: bool, timeout: float, **flags: Any) -> int:
     """Say whether the daemon runs. Exit 0 if it answers, 3 if it does not run, 69 if it hangs."""
     settings = client_settings(flags)
+    holder = _lock_holder(settings.socket)
     found: dict[str, Any] = {
         "running": False,
         "state": "stopped",
-        "pid": _lock_holder(settings.socket),
+        "pid": holder.pid if holder else None,
         "socket": str(settings.socket),
         "epoch": None,
         "uptime_seconds": None,
@@ -50,23 +53,25 @@ def status(as_json: bool, timeout: float, **flags: Any) -> int:
         if found["pid"] is not None:
             found["state"] = "starting"
     except Unreachable as problem:
-        found |= {"running": True, "state": "hanging"}
-        exit_code = problem.exit_code
+        now = _lock_holder(settings.socket)
+        if now is not None and not now.ready:
+            # With socket activation connections are taken before there is a daemon.
+            found |= {"pid": now.pid, "state": "starting"}
+        else:
+            found |= {"running": True, "state": "hanging"}
+            exit_code = problem.exit_code
         note(str(problem))
     found.pop("echo", None)
     emit(found, as_json)
     return exit_code
 
 
-def _lock_holder(socket_path: Any) -> int | None:
-    from hpkv_daemon.locks import instance_holder
-
+def _lock_holder(socket_path: Path) -> Holder | None:
     try:
-        holder = instance_holder(socket_path)
+        return instance_holder(socket_path)
     except NotPermitted:
         # Another user's daemon: its socket will tell, if we may use that.
         return None
-    return holder.pid if holder else None
 
 
 @click.command()

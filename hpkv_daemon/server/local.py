@@ -17,11 +17,29 @@ from hpkv_daemon.service.sessions import Peer
 
 
 class LocalRouter(Router):
-    """Owns the socket file at ``socket_path``, of this mode and group, and removes it in the end."""
+    """Owns the socket file at ``socket_path``, of this mode and group, and removes it in the end.
 
-    def __init__(self, socket_path: Path, mode: int, group: str | None, loop: asyncio.AbstractEventLoop) -> None:
+    With a ``passed`` listener (a descriptor, which it owns) the file, mode and group are the service manager's.
+    """
+
+    def __init__(
+        self,
+        socket_path: Path,
+        mode: int,
+        group: str | None,
+        loop: asyncio.AbstractEventLoop,
+        passed: int | None = None,
+    ) -> None:
         super().__init__(loop)
         self._path = socket_path
+        self._passed = passed is not None
+        if passed is not None:
+            self._socket.setsockopt(zmq.USE_FD, passed)
+            self._socket.bind(endpoint(socket_path))
+        else:
+            self._listen(mode, group)
+
+    def _listen(self, mode: int, group: str | None) -> None:
         # A umask that only narrows: nobody connects in the moment before chmod.
         before = os.umask(0o777 & ~mode)
         try:
@@ -43,7 +61,7 @@ class LocalRouter(Router):
         return Peer(identity, int(uid), int(pid))
 
     def close(self) -> None:
-        """Stop listening, give pending replies a moment, remove the socket file."""
+        """Stop listening, give pending replies a moment, remove the socket file if it is ours."""
         super().close()
-        if self._path.exists() and stat.S_ISSOCK(self._path.lstat().st_mode):
+        if not self._passed and self._path.exists() and stat.S_ISSOCK(self._path.lstat().st_mode):
             self._path.unlink()

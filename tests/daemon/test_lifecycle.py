@@ -16,7 +16,7 @@ import pytest
 from hpkv_client.errors import ConfigError
 from hpkv_client.launch import daemon_environment, ensure_daemon, listener
 from hpkv_client.settings import from_environment
-from tests.daemons import HPKVD, DaemonFactory, DaemonHandle, hpkvd, without_hpkv
+from tests.daemons import HPKVD, DaemonFactory, DaemonHandle, hpkvd
 
 ENSURE = (
     "import os; from hpkv_client.launch import ensure_daemon\n"
@@ -196,20 +196,6 @@ def test_modules_of_the_current_directory_are_not_imported(daemon: DaemonFactory
         assert json.loads(started.stdout)["started"] is True
     finally:
         assert hpkvd("stop", env=env).returncode == 0
-
-
-def test_the_unit_file_passes_systemds_own_check() -> None:
-    unit = Path(__file__).parents[2] / "systemd" / "hpkvd.service"
-    try:
-        done = subprocess.run(
-            ["systemd-analyze", "verify", "--man=no", unit],
-            env=without_hpkv(os.environ),
-            capture_output=True,
-            text=True,
-        )
-    except FileNotFoundError:
-        pytest.skip("no systemd-analyze on this machine")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_daemon_with_clients_stops_as_fast_as_an_idle_one(daemon: DaemonFactory) -> None:

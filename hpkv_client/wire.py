@@ -230,6 +230,7 @@ VERBS: Mapping[str, Mapping[str, Field]] = {
     "get": {"job": _JOB, "keys": _KEYS, "blocks": _BLOCKS},
     "info": {},
     "stats": {},
+    "leases": {},
     "check": {},
     "explain": {"engine": Field(_text, ""), "request": Field(_text, ""), "last": Field(_integer(1, 256), 20)},
     "clear": {"namespace": Field(_nullable(_binary(KEY_BYTES, exact=True)), None)},

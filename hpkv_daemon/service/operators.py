@@ -15,7 +15,7 @@ from hpkv_daemon.service.clock import AwakeClock
 from hpkv_daemon.service.engines import Engine
 from hpkv_daemon.service.explain import Explanations
 from hpkv_daemon.service.movers import Movers
-from hpkv_daemon.service.report import Identity, describe, fitted, statistics
+from hpkv_daemon.service.report import Identity, describe, fitted, leases, statistics
 from hpkv_daemon.service.sessions import Peer, SessionTable
 from hpkv_daemon.service.tiering import Tiering
 from hpkv_daemon.service.transfers import Transfers
@@ -56,6 +56,7 @@ class Operators:
             "ping": self._ping,
             "info": self._info,
             "stats": self._stats,
+            "leases": self._leases,
             "check": self._check,
             "explain": self._explain,
             "clear": self._clear,
@@ -95,6 +96,9 @@ class Operators:
         counters = self._counters + self._transfers.counters + self._store.blocks.counters + self._tiering.count()
         counters["mover_restarts"] = self._movers.restarts
         return statistics(counters, self._clock() - self._started, self._store, len(self._sessions), len(self._engines))
+
+    def _leases(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
+        return leases(self._store, self._clock())
 
     def _check(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
         engines = list(self._engines.values())

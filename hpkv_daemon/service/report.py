@@ -11,7 +11,7 @@ from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.service.engines import Engine
 from hpkv_daemon.service.explain import Explanations
 from hpkv_daemon.service.movers import Movers
-from hpkv_daemon.service.sessions import SessionTable
+from hpkv_daemon.service.sessions import Session, SessionTable
 from hpkv_daemon.tiers.base import COUNTERS as TIER_COUNTERS
 
 
@@ -43,6 +43,7 @@ def describe(
     storage: Body,
 ) -> Body:
     """The body of ``info``. ``awake`` is now by the sessions' clock."""
+    engines = list(engines)
     whole: Body = {
         "pid": identity.pid,
         "epoch": identity.epoch,
@@ -51,7 +52,7 @@ def describe(
         "uptime_seconds": round(uptime, 3),
         "socket": identity.socket,
         "pool": _pool(identity, store),
-        "namespaces": _namespaces(store, engines := list(engines), explanations),
+        "namespaces": _namespaces(store, engines, explanations),
         "quotas": [
             {
                 "model": account.name or "(all others)",
@@ -69,6 +70,7 @@ def describe(
                 "pid": session.pid,
                 "uid": session.uid,
                 "host": session.host,
+                "rank": _rank_of(session, engines),
                 "age_seconds": round(awake - session.started, 3),
                 "idle_seconds": round(awake - session.seen, 3),
             }
@@ -79,6 +81,27 @@ def describe(
         "storage": storage,
     }
     return fitted(whole)
+
+
+def _rank_of(session: Session, engines: list[Engine]) -> int | None:
+    """The number of the rank that the session registered, if it did."""
+    own = (rank.number for engine in engines for rank in engine.ranks.values() if rank.session is session)
+    return next(own, None)
+
+
+def leases(store: BlockStore, now: float) -> Body:
+    """The body of ``leases``, those that end first first."""
+    rows = [
+        {
+            "engine": str(lease.owner),
+            "model": store.blocks.namespaces[lease.namespace].tenant,
+            "blocks": lease.length,
+            "loads": lease.transfers,
+            "seconds_left": round(max(0.0, lease.deadline - now), 3),
+        }
+        for lease in sorted(store.leases, key=lambda lease: lease.deadline)
+    ]
+    return fitted({"leases": rows})
 
 
 def fitted(body: Body) -> Body:

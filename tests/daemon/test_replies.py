@@ -21,12 +21,14 @@ class ClumsyDaemon(PatchedDaemon):
 import os
 from pathlib import Path
 from hpkv_client.wire import VERBS
+from hpkv_daemon.service.operators import Operators
 from hpkv_daemon.service.service import Service
 
 file = Path(os.environ["HPKV_SOCKET"]).parent / "clumsy"
 
 def clumsy(name, verb):
-    real = getattr(Service, name)
+    owner = next(owner for owner in (Service, Operators) if hasattr(owner, name))
+    real = getattr(owner, name)
     def asked():
         return file.read_text() if file.exists() else ""
     def stumble(where):
@@ -37,7 +39,7 @@ def clumsy(name, verb):
         result = real(self, *arguments)
         stumble("after")
         return {"huge": 1 << 64} if asked() == f"unspeakable {verb}" else result
-    setattr(Service, name, method)
+    setattr(owner, name, method)
 
 for verb in VERBS:
     clumsy("_store_verb" if verb == "store" else "_" + verb, verb)

@@ -182,6 +182,7 @@ REPLIES = {
         "storage",
     },
     "stats": None,
+    "leases": {"leases"},
     "unregister": set(),
     "bye": set(),
 }

@@ -40,8 +40,11 @@ __all__ = [
     "load",
     "nearest",
     "parse_size",
+    "parse_value",
+    "plain",
     "read_file",
     "report",
+    "setting_named",
 ]
 
 PREFIX = "HPKV_"
@@ -466,7 +469,27 @@ def from_environment(environ: Mapping[str, str]) -> Settings:
     return load(environ, None, read_file(path, named), path)[0]
 
 
-def _plain(name: str, value: object) -> object:
+def setting_named(text: str) -> Setting:
+    """The setting of this name, with or without its unit, or of this variable.
+
+    Raises ``ConfigError`` with the nearest right name.
+    """
+    for setting in _TABLE:
+        if text in (setting.name, setting.key, setting.env):
+            return setting
+    raise ConfigError(f"unknown setting {text[:64]!r}", nearest(text, {known: known for known in SETTINGS}))
+
+
+def parse_value(name: str, raw: object, place: str) -> Any:
+    """A setting's value from text or a TOML value; empty text is its default. Raises ``ConfigError``."""
+    setting = SETTINGS[name]
+    if raw == "":
+        raw = setting.default_value(os.environ, "")
+    return _WHEN_OFF.get(name) if raw is None else _parsed(setting, raw, place)
+
+
+def plain(name: str, value: object) -> object:
+    """A setting's value as JSON and people have it."""
     if name == "socket_mode" and isinstance(value, int):
         return f"{value:04o}"
     if name == "quotas" and isinstance(value, tuple):
@@ -478,6 +501,6 @@ def report(settings: Settings, origins: Mapping[str, str]) -> dict[str, dict[str
     """``settings`` and ``origins`` as plain values under names with units, fit for JSON and the wire."""
     keys = {field.name: SETTINGS[field.name].key for field in fields(settings)}
     return {
-        "settings": {key: _plain(name, getattr(settings, name)) for name, key in keys.items()},
+        "settings": {key: plain(name, getattr(settings, name)) for name, key in keys.items()},
         "origins": {key: origins.get(name, "default") for name, key in keys.items()},
     }

@@ -235,6 +235,8 @@ VERBS: Mapping[str, Mapping[str, Field]] = {
     "explain": {"engine": Field(_text, ""), "request": Field(_text, ""), "last": Field(_integer(1, 256), 20)},
     "clear": {"namespace": Field(_nullable(_binary(KEY_BYTES, exact=True)), None)},
     "config": {},
+    "set": {"name": Field(_text), "value": Field(_text)},
+    "reload": {},
     "drain": {"begin": Field(_flag, False)},
     "import": {"path": Field(_text, "")},
     "scrub": {"begin": Field(_flag, False), "bytes_per_second": Field(_integer(1, 1 << 50), 1 << 50)},

@@ -20,7 +20,7 @@ import uvloop
 
 from hpkv_client.address import read_key
 from hpkv_client.errors import ConfigError, HpkvError, UsageError
-from hpkv_client.settings import Settings, report
+from hpkv_client.settings import Settings
 from hpkv_daemon.core.admission import WritePolicy
 from hpkv_daemon.core.policy import POLICIES
 from hpkv_daemon.core.slots import extent_bytes_for
@@ -38,6 +38,7 @@ from hpkv_daemon.server.activation import passed_listener
 from hpkv_daemon.server.local import LocalRouter
 from hpkv_daemon.server.router import Router
 from hpkv_daemon.service.importing import Opener
+from hpkv_daemon.service.live import LiveSettings, Load, Loaded
 from hpkv_daemon.service.report import Identity
 from hpkv_daemon.service.service import Service, new_epoch
 from hpkv_daemon.tiers.base import Inventory, Tier
@@ -79,9 +80,12 @@ def _claim_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def serve(settings: Settings, origins: dict[str, str], progress: Progress) -> None:
-    """Run a daemon until SIGTERM, SIGINT or SIGHUP. Raises ``HpkvError`` when it cannot start.
+def serve(
+    settings: Settings, origins: dict[str, str], progress: Progress, reread: Callable[[], Loaded] | None = None
+) -> None:
+    """Run a daemon until SIGTERM or SIGINT. Raises ``HpkvError`` when it cannot start.
 
+    ``reread`` reads the configuration anew, on SIGHUP and ``hpkvd reload``, in another thread; it may raise that, too.
     Order matters: the instance lock first (a second daemon learns who runs, before it touches anything), the
     pool next, the socket last, so that a client that connects finds a daemon that can serve.
     """
@@ -107,7 +111,7 @@ def serve(settings: Settings, origins: dict[str, str], progress: Progress) -> No
                 store = _store(settings, pool, ledger)
                 stop.check()
                 notifier.progress("starting to serve", _STEP_SECONDS)
-                uvloop.run(_run(settings, origins, pool, store, stop, goes_first, passed, notifier, lock))
+                uvloop.run(_run(settings, origins, pool, store, stop, goes_first, passed, notifier, lock, reread))
             useless = False
         finally:
             # A daemon that never served leaves no memory behind; all others leave it to the next one.
@@ -194,6 +198,26 @@ def _opener(pool: Pool, loop: asyncio.AbstractEventLoop) -> Opener:
     return open_storage
 
 
+def _load_apart(reread: Callable[[], Loaded], loop: asyncio.AbstractEventLoop) -> Load:
+    """Files may lie on network storage: they are read in a thread, while the loop goes on."""
+
+    def load(done: Callable[[Loaded | HpkvError], None]) -> None:
+        def over(reading: asyncio.Future[Loaded]) -> None:
+            try:
+                found: Loaded | HpkvError = reading.result()
+            except HpkvError as problem:
+                found = problem
+            done(found)
+
+        loop.run_in_executor(None, reread).add_done_callback(over)
+
+    return load
+
+
+def _reloaded(result: object) -> None:
+    """SIGHUP has nobody to answer; the log has it."""
+
+
 async def _run(
     settings: Settings,
     origins: dict[str, str],
@@ -204,6 +228,7 @@ async def _run(
     passed: int | None,
     notifier: Notifier,
     lock: InstanceLock,
+    reread: Callable[[], Loaded] | None,
 ) -> None:
     loop = asyncio.get_running_loop()
     faults = Faults(settings.faults)
@@ -215,7 +240,6 @@ async def _run(
         from hpkv_daemon.server.network import NetworkRouter
 
         routers.append(NetworkRouter(settings.listen, read_key(settings.key_file), loop))
-    reported = report(settings, origins)
     identity = Identity(
         pid=os.getpid(),
         epoch=new_epoch(),
@@ -225,9 +249,9 @@ async def _run(
         pool_path=str(pool.path),
         pool_bytes=pool.size,
         policy=settings.policy,
-        settings=reported["settings"],
-        origins=reported["origins"],
     )
+    live = LiveSettings(settings, origins, _load_apart(reread, loop) if reread else None)
+    live.on_change("log_level", lambda level: logging.getLogger("hpkv_daemon").setLevel(level.upper()))
 
     def host_mover() -> Mover:
         return HostMover(pool.fileno(), pool.size, settings.faults)
@@ -239,7 +263,7 @@ async def _run(
         loop,
         time.monotonic,
         local.send,
-        settings.lease_seconds,
+        live,
         faults,
         lambda clock: _tier(settings, pool, clock),
         WritePolicy(
@@ -270,6 +294,7 @@ async def _run(
         log.info("serving other nodes on %s, with the key in %s", settings.listen, settings.key_file)
     if not goes_first:
         log.info("running at normal priority (no right to raise it)")
+    loop.add_signal_handler(signal.SIGHUP, lambda: live.reload(_reloaded))
     lock.describe(pool.path, ready=True)
     notifier.ready(f"serving {identity.socket}, pool of {pool.size} bytes")
     try:
@@ -301,7 +326,7 @@ class _Stop:
     again once it ends: no signal, however often it comes, interrupts the clean-up.
     """
 
-    _SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+    _SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 
     def __enter__(self) -> _Stop:
         signal.pthread_sigmask(signal.SIG_BLOCK, self._SIGNALS)

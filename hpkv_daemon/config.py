@@ -5,12 +5,14 @@ from __future__ import annotations
 import grp
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from hpkv_client.address import read_key
 from hpkv_client.errors import ConfigError, NotPermitted
 from hpkv_client.settings import Settings, check_environment, config_path, load, read_file
 from hpkv_client.values import format_size, ram_bytes
+from hpkv_daemon.core.quotas import reserved_bytes
 from hpkv_daemon.directories import ensure_directory
 from hpkv_daemon.locks import ensure_socket_directory
 from hpkv_daemon.pool.file import FILE_NAME, INDEX_NAME, available_bytes, no_room
@@ -31,6 +33,13 @@ def load_settings(
     return load(environ, flags, read_file(path, named), path)
 
 
+def reread(running: Settings, flags: Mapping[str, object]) -> tuple[Settings, dict[str, str]]:
+    """The settings anew, checked, for a daemon that was started with these flags. Raises like ``load_settings``."""
+    settings, origins = load_settings(os.environ, flags)
+    _check_quotas(replace(settings, pool_size=running.pool_size))
+    return settings, origins
+
+
 def summary(settings: Settings, origins: Mapping[str, str]) -> str:
     """One line that tells which configuration file was read and what overrides it."""
     there = "" if settings.config.exists() else " (not there)"
@@ -38,24 +47,29 @@ def summary(settings: Settings, origins: Mapping[str, str]) -> str:
     return f"configuration {settings.config}{there}; overridden by: {', '.join(overrides) or 'nothing'}"
 
 
+def verify(settings: Settings) -> None:
+    """Check what can be checked without touching anything. Raises like ``prepare``."""
+    _check_group(settings.socket_group)
+    _check_size(settings.pool_size)
+    _check_quotas(settings)
+    if settings.key_file is not None:
+        read_key(settings.key_file)
+
+
 def prepare(settings: Settings) -> list[str]:
     """Check the settings against this machine and make the directories they name; warnings to pass on.
 
     Raises ``ConfigError`` or ``NotPermitted`` with what to do about it.
     """
-    _check_group(settings.socket_group)
+    verify(settings)
     ensure_socket_directory(settings.socket)
     if settings.log_file is not None:
         ensure_directory(settings.log_file.parent, "log directory")
         _check_log_file(settings.log_file)
-    _check_size(settings.pool_size)
-    _check_quotas(settings)
     ensure_directory(settings.pool_path, "pool directory")
     _check_room(settings)
     if settings.storage_path is not None:
         ensure_directory(settings.storage_path, "storage directory")
-    if settings.key_file is not None:
-        read_key(settings.key_file)
     return _warnings(settings)
 
 
@@ -92,7 +106,7 @@ def _check_size(size: int) -> None:
 
 
 def _check_quotas(settings: Settings) -> None:
-    reserved = sum(quota.reserved.of(settings.pool_size) for quota in settings.quotas)
+    reserved = reserved_bytes(settings.quotas, settings.pool_size)
     if reserved > settings.pool_size:
         raise ConfigError(
             f"{format_size(reserved)} are reserved of a pool of {format_size(settings.pool_size)}",

@@ -35,6 +35,7 @@ _MODULES = {
     "scrub": "storage",
     "import": "storage",
     "config": "config",
+    "reload": "config",
     "keygen": "keys",
     "version": "query",
 }

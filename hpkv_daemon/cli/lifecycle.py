@@ -17,14 +17,16 @@ from hpkv_client.errors import Busy, HpkvError, NotRunning
 from hpkv_daemon.cli.options import CLIENT_SETTINGS, as_json, client_settings, reply_timeout, setting_options
 from hpkv_daemon.cli.output import emit, note
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @click.command()
 @click.option("--report-fd", type=int, hidden=True)
 @setting_options()
 def serve(report_fd: int | None, **flags: Any) -> None:
-    """Run a daemon in the foreground until SIGTERM, SIGINT or SIGHUP."""
+    """Run a daemon in the foreground until SIGTERM or SIGINT. SIGHUP reads the configuration anew."""
+    # There is nothing to read anew before it serves, and nothing after.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for number in _STOP_SIGNALS:
         # Until the daemon has handlers of its own there is nothing to clean up, and stopping is no failure.
         signal.signal(number, lambda *_: sys.exit(0))
@@ -46,7 +48,7 @@ def serve(report_fd: int | None, **flags: Any) -> None:
 
 def _serve(report: Any, flags: dict[str, Any]) -> None:
     from hpkv_daemon.cli.reporting import Allocation
-    from hpkv_daemon.config import load_settings, prepare, summary
+    from hpkv_daemon.config import load_settings, prepare, reread, summary
     from hpkv_daemon.locks import instance_holder
 
     settings, origins = load_settings(os.environ, flags)
@@ -63,7 +65,7 @@ def _serve(report: Any, flags: dict[str, Any]) -> None:
     notes = [(logging.INFO, summary(settings, origins))] + [(logging.WARNING, text) for text in warnings]
     from hpkv_daemon import app
 
-    app.serve(settings, origins, Allocation(report, notes))
+    app.serve(settings, origins, Allocation(report, notes), lambda: reread(settings, flags))
 
 
 @click.command()

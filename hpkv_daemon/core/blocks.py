@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from hpkv_client.errors import ConfigError
 from hpkv_client.types import KEY_BYTES, BlockKey
-from hpkv_client.values import Quota
+from hpkv_client.values import Quota, format_size
 from hpkv_daemon.core.departures import Departures, Reason
 from hpkv_daemon.core.index import NONE, BlockTable, Namespace, State
 from hpkv_daemon.core.ledger import Ledger, NoLedger, Recorded, parents_first
 from hpkv_daemon.core.policy import Policy
-from hpkv_daemon.core.quotas import Account, Accounts
+from hpkv_daemon.core.quotas import Account, Accounts, reserved_bytes
 from hpkv_daemon.core.slots import SlotPool
 
 _SEARCH_SLOTS = 20_000
@@ -66,6 +67,7 @@ class Blocks:
         self.departures = Departures()
         self.restored_blocks = 0
         self.tick = 0
+        self._pool_bytes = pool_bytes
         self._ledger = ledger or NoLedger()
         self._make_policy = policy
         self.accounts = Accounts(quotas, pool_bytes)
@@ -86,14 +88,18 @@ class Blocks:
         if size_class == len(self._policies):
             self._policies.append([])
         account = self.accounts.of(tenant)
-        policy = next((policy for owner, policy in self._policies[size_class] if owner is account), None)
-        if policy is None:
-            policy = self._make_policy()
-            self._policies[size_class].append((account, policy))
+        policy = self._policy_of(size_class, account)
         self.namespaces.append(Namespace(fingerprint, block_bytes, size_class, tenant, account, policy))
         number = len(self.namespaces) - 1
         self._ledger.opened(number, fingerprint, block_bytes, tenant)
         return number
+
+    def _policy_of(self, size_class: int, account: Account) -> Policy:
+        known = next((policy for owner, policy in self._policies[size_class] if owner is account), None)
+        if known is None:
+            known = self._make_policy()
+            self._policies[size_class].append((account, known))
+        return known
 
     def namespace_of(self, slot: int) -> Namespace:
         """The namespace of the block in the slot."""
@@ -297,6 +303,58 @@ class Blocks:
         else:
             self._policy(slot).hide(slot)
 
+    # -- shares -------------------------------------------------------------------------------------------
+
+    def set_quotas(self, quotas: Sequence[Quota]) -> None:
+        """Other quotas from now on. What an account holds too much of leaves now, or as soon as it may.
+
+        Raises ``ConfigError``, with nothing changed, when they reserve more than the pool.
+        """
+        reserved = reserved_bytes(quotas, self._pool_bytes)
+        if reserved > self._pool_bytes:
+            raise ConfigError(
+                f"{format_size(reserved)} are reserved of a pool of {format_size(self._pool_bytes)}", "reserve less"
+            )
+        self.accounts.change(quotas)
+        moving = {
+            number: account
+            for number, home in enumerate(self.namespaces)
+            if (account := self.accounts.of(home.tenant)) is not home.account
+        }
+        held: Counter[int] = Counter()
+        for number, state in zip(self.table.namespace, self.table.state, strict=True):
+            if number in moving and state != State.FREE:
+                held[number] += 1
+        for number, account in moving.items():
+            self._move_to(self.namespaces[number], account, held[number])
+        kept = {account.name for account in self.accounts}
+        self._policies = [
+            [(owner, policy) for owner, policy in policies if owner.name in kept] for policies in self._policies
+        ]
+        for account in self.accounts:
+            account.waning = account.exceeds(0)
+        self.settle_quotas()
+
+    def _move_to(self, home: Namespace, account: Account, blocks: int) -> None:
+        """The namespace, with so many blocks in any state, counts against another account."""
+        home.account.held -= blocks * home.block_bytes
+        account.held += blocks * home.block_bytes
+        before, home.account = home.policy, account
+        home.policy = self._policy_of(home.size_class, account)
+        resident = [slot for slot in home.slots.values() if self.table.state[slot] == State.RESIDENT]
+        for slot in sorted(resident, key=before.last_use):
+            key, tick = self.key_of(slot), before.last_use(slot)
+            before.forget(slot, key)
+            home.policy.admit(slot, key, tick)
+            if self._exposed[slot]:
+                home.policy.expose(slot, 0)
+
+    def settle_quotas(self) -> None:
+        """Let go of what accounts hold too much of since quotas were lowered. Call now and then."""
+        for account in self.accounts:
+            if account.waning:
+                account.waning = not self._keep_below_maximum(account, 0)
+
     # -- room ---------------------------------------------------------------------------------------------
 
     def _keep_below_maximum(self, account: Account, size: int) -> bool:
@@ -433,7 +491,7 @@ class Blocks:
                     held[self.namespace_of(slot).account.name] += self.namespace_of(slot).block_bytes
         for account in self.accounts:
             assert account.held == held[account.name], f"account {account.name!r} holds {held[account.name]} bytes"
-            assert not account.exceeds(0), f"account {account.name!r} holds more than it may"
+            assert account.waning or not account.exceeds(0), f"account {account.name!r} holds more than it may"
         assert count == self.usage, f"counted {count}, kept {self.usage}"
         for number, namespace in enumerate(self.namespaces):
             assert len(namespace.slots) == found[number], f"namespace {number} lists slots not in use"

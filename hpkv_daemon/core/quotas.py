@@ -22,6 +22,8 @@ class Account:
     """Others never evict below this."""
     maximum: int | None = None
     held: int = 0
+    waning: bool = False
+    """Its maximum was lowered below what it holds, and not all of that could leave yet."""
 
     def spares(self, size: int) -> bool:
         """Whether others may take ``size`` bytes away."""
@@ -34,6 +36,11 @@ class Account:
     def exceeds(self, size: int) -> bool:
         """Whether ``size`` bytes more are too many."""
         return self.maximum is not None and self.held + size > self.maximum
+
+
+def reserved_bytes(quotas: Sequence[Quota], pool_bytes: int) -> int:
+    """What the quotas reserve of a pool in all."""
+    return sum(quota.reserved.of(pool_bytes) for quota in quotas)
 
 
 class Accounts:
@@ -57,6 +64,19 @@ class Accounts:
                 self._by_name[tenant] = account
                 return account
         return self._shared
+
+    def change(self, quotas: Sequence[Quota]) -> None:
+        """Other quotas from now on: accounts that stay get new limits, and ``of`` answers anew for the others.
+
+        The caller moves what tenants hold to the accounts they have now.
+        """
+        self._quotas = quotas
+        known, self._by_name = self._by_name, {}
+        for tenant, account in known.items():
+            fresh = self.of(tenant)
+            if fresh is not self._shared:
+                account.reserved, account.maximum = fresh.reserved, fresh.maximum
+                self._by_name[tenant] = account
 
     def __iter__(self) -> Iterator[Account]:
         return iter([*self._by_name.values(), self._shared])

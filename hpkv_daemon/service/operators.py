@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable
 
 from hpkv_client import wire
-from hpkv_client.errors import HpkvError, NotPermitted, UsageError
+from hpkv_client.errors import HpkvError, UsageError
 from hpkv_client.wire import Body, Request
 from hpkv_daemon.core.store import BlockStore
+from hpkv_daemon.service.access import require_owner
 from hpkv_daemon.service.clock import AwakeClock
 from hpkv_daemon.service.engines import Engine
 from hpkv_daemon.service.explain import Explanations
@@ -60,7 +60,6 @@ class Operators:
             "check": self._check,
             "explain": self._explain,
             "clear": self._clear,
-            "config": self._config,
             "drain": self._drain,
             "import": self._import,
             "scrub": self._scrub,
@@ -128,7 +127,7 @@ class Operators:
         )
 
     def _clear(self, peer: Peer, request: Request) -> Body:
-        _require_owner(peer, "clear the cache")
+        require_owner(peer, "clear the cache")
         wanted = request.body["namespace"]
         number = None if wanted is None else self._store.find_namespace(wanted)
         if wanted is not None and number is None:
@@ -138,26 +137,18 @@ class Operators:
         log.info("cleared %d blocks for uid %d", cleared, peer.uid)
         return {"cleared_blocks": cleared}
 
-    def _config(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
-        return {"settings": self._identity.settings, "origins": self._identity.origins}
-
     def _drain(self, peer: Peer, request: Request) -> Body:
         if request.body["begin"]:
-            _require_owner(peer, "drain the cache")
+            require_owner(peer, "drain the cache")
         return self._tiering.drain(request.body["begin"])
 
     def _import(self, peer: Peer, request: Request) -> Body:
         if request.body["path"]:
-            _require_owner(peer, "import storage")
+            require_owner(peer, "import storage")
         return self._tiering.adopt(request.body["path"])
 
     def _scrub(self, peer: Peer, request: Request) -> Body:
         if not request.body["begin"]:
             return self._tiering.scrub(None)
-        _require_owner(peer, "verify the storage")
+        require_owner(peer, "verify the storage")
         return self._tiering.scrub(request.body["bytes_per_second"])
-
-
-def _require_owner(peer: Peer, what: str) -> None:
-    if peer.uid not in (0, os.geteuid()):
-        raise NotPermitted(f"uid {peer.uid} may not {what}", "run it as the owner of hpkvd")

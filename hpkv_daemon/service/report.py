@@ -27,8 +27,6 @@ class Identity:
     pool_path: str
     pool_bytes: int
     policy: str
-    settings: dict[str, object]
-    origins: dict[str, object]
 
 
 def describe(

@@ -31,6 +31,7 @@ from hpkv_daemon.service.clock import AwakeClock
 from hpkv_daemon.service.engines import Engine, Rank
 from hpkv_daemon.service.explain import Explanations
 from hpkv_daemon.service.importing import Opener
+from hpkv_daemon.service.live import LiveSettings, SettingVerbs
 from hpkv_daemon.service.movers import Movers
 from hpkv_daemon.service.operators import Operators
 from hpkv_daemon.service.report import Identity
@@ -76,7 +77,7 @@ class Service:
         reactor: Reactor,
         clock: Callable[[], float],
         send: Send,
-        lease_seconds: float,
+        settings: LiveSettings,
         faults: Faults,
         tier: Callable[[Callable[[], float]], Tier],
         writes: WritePolicy = WritePolicy(),  # noqa: B008  (it cannot be changed)
@@ -87,7 +88,7 @@ class Service:
         self._identity = identity
         self._clock = clock
         self._send = send
-        self._lease_seconds = lease_seconds
+        self._settings = settings
         self._reactor = reactor
         self._faults = faults
         self._awake = AwakeClock(clock)
@@ -95,13 +96,16 @@ class Service:
         self._sessions = SessionTable(reactor, self._on_death)
         self._movers = Movers(factories, reactor, self._awake, gpus)
         self._transfers = Transfers(
-            store, self._movers, reactor, clock, self._awake, self._answer, lease_seconds, faults
+            store, self._movers, reactor, self._awake, self._answer, self._lease_deadline, faults
         )
         self._tiering = Tiering(store, tier(self._awake), reactor, writes, self._awake, open_storage)
         self._explanations = Explanations(store)
         self._counters: Counter[str] = Counter()
-        self._open_verbs: dict[str, Callable[[Peer, Request], Body]] = {
+        settings.on_change("lease_seconds", lambda _: None)
+        settings.on_change("quotas", store.blocks.set_quotas)
+        self._open_verbs: dict[str, Callable[[Peer, Request], Body | None]] = {
             "hello": self._hello,
+            **SettingVerbs(settings, self._answer).verbs,
             **Operators(
                 store,
                 identity,
@@ -132,6 +136,10 @@ class Service:
             "put": self._put,
             "cancel": self._cancel,
         }
+
+    def _lease_deadline(self) -> float:
+        """When a lease ends that is granted or used now."""
+        return self._clock() + self._settings.current.lease_seconds
 
     def handle(self, peer: Peer, frame: bytes) -> bytes | None:
         """The reply frame, or None when it will be sent later (or cannot be addressed)."""
@@ -208,7 +216,7 @@ class Service:
             "minor": PROTOCOL[1],
             "pid": self._identity.pid,
             "heartbeat_seconds": HEARTBEAT_SECONDS,
-            "lease_seconds": self._lease_seconds,
+            "lease_seconds": self._settings.current.lease_seconds,
         }
 
     def _require_own(self, peer: Peer, engine: str) -> None:
@@ -377,7 +385,7 @@ class Service:
         keys = Keys(request.body["keys"])
         counters = self._transfers.counters
         counters["requested_blocks"] += len(keys)
-        lease = self._store.acquire(engine.namespace, keys, engine.name, self._clock() + self._lease_seconds)
+        lease = self._store.acquire(engine.namespace, keys, engine.name, self._lease_deadline())
         hit = lease.length if lease else 0
         self._tiering.used(engine.namespace, keys[:hit])
         coming = 0
@@ -391,7 +399,7 @@ class Service:
         engine = self._ready_engine(session)
         assert engine.namespace is not None
         keys = Keys(request.body["keys"])
-        deadline = self._clock() + self._lease_seconds
+        deadline = self._lease_deadline()
         lease, slots = self._store.acquire_each(engine.namespace, list(keys), engine.name, deadline)
         counters = self._transfers.counters
         counters["requested_blocks"] += len(keys)
@@ -467,6 +475,7 @@ class Service:
         now, awake = self._clock(), self._awake.tick()
         try:
             self._store.expire(now)
+            self._store.blocks.settle_quotas()
             for session in self._sessions.silent_since(awake - SILENCE_SECONDS):
                 self._drop(session, f"silent for {SILENCE_SECONDS:.0f} s")
             self._transfers.tick(list(self._engines.values()))

@@ -55,19 +55,17 @@ class Transfers:
         store: BlockStore,
         movers: Movers,
         reactor: Reactor,
-        clock: Callable[[], float],
         awake: Callable[[], float],
         answer: Answer,
-        lease_seconds: float,
+        lease_deadline: Callable[[], float],
         faults: Faults,
     ) -> None:
         self._store = store
         self._movers = movers
         self._reactor = reactor
-        self._clock = clock
         self._awake = awake
         self._answer = answer
-        self._lease_seconds = lease_seconds
+        self._lease_deadline = lease_deadline
         self._faults = faults
         self._loads: dict[tuple[str, int, int], _Load] = {}
         self._unsettled: list[tuple[Engine, StoreJob]] = []
@@ -95,7 +93,7 @@ class Transfers:
         """Copy whichever of these unrelated blocks are resident; answered with a byte per key, 1 = copied."""
         keys, blocks = Keys(body["keys"]), _checked_blocks(caller.rank, body["blocks"])
         _require_pairs(keys, blocks)
-        deadline = self._clock() + self._lease_seconds
+        deadline = self._lease_deadline()
         namespace = _namespace(caller.engine)
         lease, slots = self._store.acquire_each(namespace, list(keys), caller.engine.name, deadline)
         self.counters["requested_blocks"] += len(keys)
@@ -125,7 +123,7 @@ class Transfers:
         self._loads[key] = _Load(caller, job, lease, ticket, len(blocks), body)
 
     def _end_lease(self, caller: Caller, lease: int, body: Body) -> None:
-        self._store.end_transfer(lease, self._clock() + self._lease_seconds)
+        self._store.end_transfer(lease, self._lease_deadline())
         if "found" in body:
             self._store.release(lease, caller.engine.name)
 

@@ -43,7 +43,7 @@ def left_behind(env: dict[str, str]) -> list[str]:
     return sorted(name for name in names if not name.endswith((".toml", ".out", ".log")))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_every_stop_signal_ends_it_cleanly(daemon: DaemonFactory, number: signal.Signals) -> None:
     handle = daemon()
     assert left_behind(handle.env) == ["hpkvd.sock", "hpkvd.sock.lock", *KEPT, "pool.lock"]

@@ -21,13 +21,14 @@ class ClumsyDaemon(PatchedDaemon):
 import os
 from pathlib import Path
 from hpkv_client.wire import VERBS
+from hpkv_daemon.service.live import SettingVerbs
 from hpkv_daemon.service.operators import Operators
 from hpkv_daemon.service.service import Service
 
 file = Path(os.environ["HPKV_SOCKET"]).parent / "clumsy"
 
 def clumsy(name, verb):
-    owner = next(owner for owner in (Service, Operators) if hasattr(owner, name))
+    owner = next(owner for owner in (Service, Operators, SettingVerbs) if hasattr(owner, name))
     real = getattr(owner, name)
     def asked():
         return file.read_text() if file.exists() else ""
@@ -73,6 +74,7 @@ def right_body(rank: Rank, verb: str) -> Body:
         "put": {"job": job, "keys": rank.keys(hashes("b")), "blocks": pack_blocks([1])},
         "get": {"job": job, "keys": keys, "blocks": pack_blocks([1])},
         "cancel": {"job": job},
+        "set": {"name": "log_level", "value": "info"},
     }
     if verb in ("match", "acquire", "contains"):
         return {"keys": keys}
@@ -95,7 +97,7 @@ def all_replies(live: Observed, rank: Rank, verb: str, body: Body) -> list[Reply
     return [reply for reply in replies if reply.id == request]
 
 
-DEFERRED = ("load", "get", "store", "put")
+DEFERRED = ("load", "get", "store", "put", "reload")
 ERRORS = {
     "": "",
     "before": "LookupError.'stumbled before",

@@ -183,6 +183,8 @@ REPLIES = {
     },
     "stats": None,
     "leases": {"leases"},
+    "set": {"name", "before", "now"},
+    "reload": {"changed", "needs_restart"},
     "unregister": set(),
     "bye": set(),
 }
@@ -210,6 +212,7 @@ def test_every_verb_is_answered_with_these_fields(live: Observed) -> None:
             "load": {"job": job, "lease": lease, "first": 0, "blocks": blocks},
             "release": {"lease": lease},
             "cancel": {"job": job},
+            "set": {"name": "log_level", "value": "info"},
         }.get(verb, {})
 
     for verb, fields in REPLIES.items():

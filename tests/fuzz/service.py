@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 from hpkv_client import wire
 from hpkv_client.errors import BY_CODE
+from hpkv_client.settings import load
 from hpkv_client.types import Keys, Layer, RankShard, Run
 from hpkv_client.wire import VERBS, Body
 from hpkv_daemon.core.policy import POLICIES
@@ -31,6 +32,7 @@ from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.faults import Faults
 from hpkv_daemon.movers.base import CopyJob, Direction, Outcome
 from hpkv_daemon.service import engines, service
+from hpkv_daemon.service.live import LiveSettings
 from hpkv_daemon.service.movers import CONFIRM_SECONDS
 from hpkv_daemon.service.report import Identity
 from hpkv_daemon.service.service import Service
@@ -66,10 +68,14 @@ _SESSIONS, _JOBS = 6, 8
 _CODES = frozenset(BY_CODE) - {"failed"}
 """What a client may be refused with. ``failed`` is for bugs, and for a store that finds itself broken."""
 
-_OPEN = frozenset({"hello", "ping", "info", "stats", "check", "clear", "config", "explain", "drain", "import", "scrub"})
+_SESSION = frozenset(
+    {"bye", "heartbeat", "register", "unregister", "reset", "match", "acquire", "release"}
+    | {"load", "store", "cancel", "contains", "put", "get"}
+)
+_OPEN = frozenset(VERBS) - _SESSION
 """Verbs that need no session."""
 
-_IDENTITY = Identity(_ME, "epoch", "0", "one", "/socket", "/pool", 0, "lru", {"a": 1}, {"a": "default"})
+_IDENTITY = Identity(_ME, "epoch", "0", "one", "/socket", "/pool", 0, "lru")
 
 
 _EDGES = (0, 1, 2, 8, 4096, 12288, 1 << 16, 1 << 20, 1 << 39, 1 << 40, wire.MAX_INT)
@@ -129,7 +135,7 @@ class World:
             self.reactor,
             self.reactor.clock,
             self._receive,
-            _LEASE_SECONDS,
+            LiveSettings(*load({"HPKV_LEASE_SECONDS": str(_LEASE_SECONDS)})),
             Faults(entropy.pick(_FAULTS)),
             lambda _: self.tier,
         )

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpkv_client.errors import ConfigError
 from hpkv_client.types import Keys, typed_digest
 from hpkv_client.values import NOTHING, Quota, Share
 from hpkv_daemon.core.policy import POLICIES
@@ -127,3 +128,56 @@ def test_models_without_a_quota_share_one_account_and_a_pattern_gives_each_its_o
     assert of("llama-8b") is not of("llama-70b")
     assert of("llama-8b") is of("llama-8b")
     assert of("llama-8b").maximum == 4 * EXTENT
+
+
+changes = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(0, 2), st.integers(0, 12), st.integers(1, 6)),
+        st.tuples(st.just("quotas"), quota_lists),
+        st.tuples(st.just("lease"), st.integers(0, 2), st.integers(0, 12)),
+        st.tuples(st.just("clear"), st.integers(0, 2)),
+        st.tuples(st.just("release")),
+    ),
+    max_size=60,
+)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@given(
+    extents=st.integers(4, 9),
+    named=st.sets(st.sampled_from(TENANTS)),
+    pages=st.tuples(*(st.integers(1, 3) for _ in TENANTS)),
+    steps=changes,
+)
+def test_quotas_change_under_a_full_pool(
+    policy: str, extents: int, named: set[str], pages: tuple[int, ...], steps: list[tuple[str, ...]]
+) -> None:
+    """Whoever gets or loses a quota takes its blocks along, and what is too much leaves as soon as nobody reads it."""
+    store, _ = opened(policy, extents, [], pages)
+    for step, *what in steps:
+        if step == "put":
+            put(store, *what)
+        elif step == "clear":
+            store.clear(what[0])
+        elif step == "lease":
+            tenant, chain = what
+            store.acquire(tenant, Keys.of([typed_digest(tenant, chain, depth) for depth in range(6)]), "reader", 1.0)
+        elif step == "release":
+            store.drop("reader")
+        else:
+            store.blocks.set_quotas([quota for quota in what[0] if quota.pattern in named])
+            assert {account.name for account in store.blocks.accounts} == named | {""}
+        store.check()
+    store.drop("reader")
+    store.blocks.settle_quotas()
+    for account in store.blocks.accounts:
+        assert not account.waning
+        assert not account.exceeds(0)
+
+
+def test_quotas_that_reserve_too_much_change_nothing() -> None:
+    store, accounts = opened("lru", 8, [Quota("a", percent(50), None)], (1, 1, 1))
+    with pytest.raises(ConfigError, match="reserved of a pool"):
+        store.blocks.set_quotas([Quota("a", percent(60), None), Quota("b", percent(60), None)])
+    assert accounts[0].reserved == 4 * EXTENT
+    assert store.blocks.accounts.of("b") is store.blocks.accounts.of("c")

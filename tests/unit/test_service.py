@@ -10,10 +10,12 @@ import pytest
 
 from hpkv_client import wire
 from hpkv_client.errors import HpkvError, LayoutRefused, ProtocolError
+from hpkv_client.settings import load
 from hpkv_client.types import Layer, RankShard, Run
 from hpkv_daemon.core.policy import POLICIES
 from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.faults import Faults
+from hpkv_daemon.service.live import LiveSettings
 from hpkv_daemon.service.report import Identity
 from hpkv_daemon.service.service import SESSIONS_PER_PROCESS, Service
 from hpkv_daemon.service.sessions import Peer
@@ -30,7 +32,7 @@ class Client:
     def __init__(self) -> None:
         self.reactor = Reactor()
         self.node = Node(self.reactor, POOL)
-        identity = Identity(1, "epoch", "0", "", "/socket", "/pool", POOL, "lru", {}, {})
+        identity = Identity(1, "epoch", "0", "", "/socket", "/pool", POOL, "lru")
         self.replies: list[wire.Reply] = []
         self.service = Service(
             BlockStore(POOL, POLICIES["lru"]),
@@ -39,7 +41,7 @@ class Client:
             self.reactor,
             self.reactor.clock,
             lambda _, frame: self.replies.append(wire.decode_reply(frame)),
-            5.0,
+            LiveSettings(*load({"HPKV_LEASE_SECONDS": "5"})),
             Faults(),
             lambda _: NoopTier(),
         )

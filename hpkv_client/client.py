@@ -113,6 +113,10 @@ class BlockCache:
         """Which blocks are cached right now."""
         return [bool(flag) for flag in self._call("contains", {"keys": self._keys(keys)})["found"]]
 
+    def clear(self) -> int:
+        """Forget every block of this namespace and block size, also those of other caches; how many were there."""
+        return int(self._call("reset", {})["cleared_blocks"])
+
     # -- blocks in the arena, without a copy in this process -----------------------------------------------
 
     def block(self, index: int) -> memoryview:

@@ -115,12 +115,12 @@ def _check_quotas(settings: Settings) -> None:
 
 
 def _check_room(settings: Settings) -> None:
-    held = sum(_held_by_us(settings.pool_path / name) for name in (FILE_NAME, INDEX_NAME))
+    held = sum(held_by_us(settings.pool_path / name) for name in (FILE_NAME, INDEX_NAME))
     available = available_bytes(settings.pool_path) + held
     if settings.pool_size > available:
         raise no_room(settings.pool_path, settings.pool_size, available)
     free = _free_memory_bytes() + held
-    if settings.pool_size > free and _file_system(settings.pool_path) == "tmpfs":
+    if settings.pool_size > free and file_system(settings.pool_path) == "tmpfs":
         # Allocating it all the same would have the kernel kill someone.
         needed = format_size(settings.pool_size)
         raise ConfigError(
@@ -134,7 +134,7 @@ def _free_memory_bytes() -> int:
     return sum(int(field[1]) * 1024 for field in fields if field[0] in ("MemAvailable:", "SwapFree:"))
 
 
-def _held_by_us(path: Path) -> int:
+def held_by_us(path: Path) -> int:
     """Bytes that a file of an earlier daemon occupies: the next one takes them over."""
     try:
         info = path.lstat()
@@ -145,7 +145,7 @@ def _held_by_us(path: Path) -> int:
 
 def _warnings(settings: Settings) -> list[str]:
     found = []
-    kind = _file_system(settings.pool_path)
+    kind = file_system(settings.pool_path)
     if kind not in _MEMORY_FILE_SYSTEMS:
         found.append(
             f"pool directory {settings.pool_path} is on {kind}, not tmpfs or hugetlbfs, so blocks go to its "
@@ -154,7 +154,8 @@ def _warnings(settings: Settings) -> list[str]:
     return found
 
 
-def _file_system(directory: Path) -> str:
+def file_system(directory: Path) -> str:
+    """The kind of file system that a directory is on: ``tmpfs``, ``ext4`` and so on."""
     device = os.stat(directory).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():

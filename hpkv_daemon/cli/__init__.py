@@ -34,6 +34,7 @@ _MODULES = {
     "drain": "storage",
     "scrub": "storage",
     "import": "storage",
+    "doctor": "doctor",
     "config": "config",
     "reload": "config",
     "keygen": "keys",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import random
 import select
 import shutil
 import struct
@@ -22,14 +23,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.memory import affordable, shared
-from benchmarks.paired import Pairs, alternate
+from benchmarks.paired import Pairs, Spread, alternate
 from benchmarks.report import Aim, Found, Measure, Unfit, main, ratio, say, speeds
 from hpkv_client.memory import SharedMemory
-from hpkv_client.types import typed_digest
+from hpkv_client.types import Keys, typed_digest
 from hpkv_daemon.tiers.base import BlockJob, Done, Outcome, Recovered
 from hpkv_daemon.tiers.disk import format as layout
 from hpkv_daemon.tiers.disk.directory import StorageDirectory
 from hpkv_daemon.tiers.disk.format import PAGE, Kind, Place, Record
+from hpkv_daemon.tiers.disk.index import DiskIndex
 from hpkv_daemon.tiers.disk.segments import file_name
 from hpkv_daemon.tiers.disk.tier import DiskTier
 
@@ -41,6 +43,7 @@ SEGMENT_BYTES = 256 << 20
 BUDGET = 5 * SEGMENT_BYTES
 """Small, so that segments are used again from the second lap on: the state that a tier is in for most of its life."""
 AIMS = {"write": Aim(0.7), "read": Aim(0.8)}
+LOOKED_UP, INDEXED = 2_000, 1_000_000
 RECOVERED_BYTES = 100 * 10**9
 WAIT_SECONDS = 60.0
 
@@ -227,6 +230,38 @@ def recovery(directory: Path, pool: SharedMemory, block: int, total: int) -> Mea
     )
 
 
+def lookups(rounds: int) -> Measure:
+    """A prefix of 2,000 keys, looked up among a million blocks and, as the floor, among so many as it has."""
+    space = typed_digest("lookups")
+
+    def filled(blocks: int) -> DiskIndex:
+        index = DiskIndex(1 << 40, 64 << 20)
+        index.end_recovery()
+        segment = index.begin(0)
+        for number in range(blocks):
+            if not segment.fits(PAGE):
+                index.seal()
+                segment = index.begin(len(index.segments))
+            index.commit(segment, index.place(Kind.BLOCK, space, typed_digest(number), b"", PAGE), 1)
+        return index
+
+    def prefix(first: int) -> Keys:
+        return Keys.of([typed_digest(first + number) for number in range(LOOKED_UP)])
+
+    small, large = filled(LOOKED_UP), filled(INDEXED)
+    pairs = Pairs()
+    for _ in range(rounds * 10):
+        taken = []
+        for index, keys in ((small, prefix(0)), (large, prefix(random.randrange(INDEXED - LOOKED_UP)))):
+            started = time.perf_counter()
+            found = index.match(space, keys)
+            taken.append(time.perf_counter() - started)
+            assert found == LOOKED_UP
+        pairs.add(taken[0], taken[1], taken[0])
+    context = {"p50_us": 1e6 * Spread.of(pairs.samples).median, "floor_p50_us": 1e6 * Spread.of(pairs.floors).median}
+    return ratio(f"match of {LOOKED_UP:,} keys among {INDEXED:,} blocks", pairs.cost, Aim(at_most=2.0), context)
+
+
 def run(quick: bool) -> Found:
     """All sizes of blocks and counts of readers."""
     rounds = 3 if quick else 20
@@ -241,6 +276,7 @@ def run(quick: bool) -> Found:
                 pool.mapping[offset : offset + (1 << 20)] = os.urandom(1 << 20)
             for block in BLOCK_BYTES:
                 measures += measure(directory, pool, block, rounds, READERS[-1:] if quick else READERS)
+            measures.append(lookups(rounds))
             measures.append(recovery(directory, pool, 256 << 10, RECOVERED_BYTES // (10 if quick else 1)))
     finally:
         shutil.rmtree(directory)

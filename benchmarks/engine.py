@@ -23,6 +23,7 @@ from typing import Any
 from benchmarks.daemon import Daemon, daemon
 from benchmarks.memory import available_bytes
 from benchmarks.paired import Pairs, Spread, alternate
+from benchmarks.placement import cores, pin
 from benchmarks.report import Aim, Found, Measure, Unfit, main, ratio, say
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -64,7 +65,7 @@ def prompt(seed: int, sentences: int) -> str:
 
 @contextmanager
 def engine(model: Path, served: Daemon | None, log: Path) -> Iterator[Any]:
-    """A warm engine, with the connector if there is a daemon."""
+    """A warm engine on the cores of this thread, with the connector if there is a daemon."""
     environment = engines.cpu_environment(1)
     if served is None:
         environment |= {"VLLM_ENABLE_HPKV": "0"}
@@ -214,19 +215,44 @@ def decode(asked: Any, seeds: Iterator[int]) -> float:
         return sum(pool.map(one, texts)) / DECODERS
 
 
-def decoding(with_hpkv: Any, without: Any, rounds: int) -> Measure:
+def decoding(with_hpkv: Any, without: Any, rounds: int, where: str, aim: Aim) -> Measure:
     """The two engines in turn."""
     seeds = iter(range(1_000_000, 2_000_000))
     pairs = alternate(lambda: decode(without, seeds), {"storing": lambda: decode(with_hpkv, seeds)}, rounds)["storing"]
     return ratio(
-        f"decoding of {DECODERS} requests at once, storing on against no connector",
+        f"decoding of {DECODERS} requests at once, storing on against no connector, {where}",
         pairs.speed,
-        Aim(at_least=0.99),
+        aim,
         context={
             "output_tokens_per_s": DECODERS / Spread.of(pairs.samples).median,
             "floor_output_tokens_per_s": DECODERS / Spread.of(pairs.floors).median,
         },
     )
+
+
+def apart(model: Path, served: Daemon, logs: Path, rounds: int) -> Measure:
+    """Decoding of engines that have a core of their own, and leave the daemon another: as beside a GPU."""
+    engine_core, *others = cores()
+    with (
+        on(engine_core),
+        engine(model, served, logs / "fourth.log") as with_hpkv,
+        engine(model, None, logs / "fifth.log") as without,
+        on(*others),
+    ):
+        for pid in (served.pid, *served.movers()):
+            pin(pid, others[0])
+        return decoding(with_hpkv, without, rounds, "cores of their own", Aim(at_least=0.99))
+
+
+@contextmanager
+def on(*those: int) -> Iterator[None]:
+    """This thread, and what it starts, runs on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, those)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def frozen(with_hpkv: Any, without: Any, served: Daemon, rounds: int) -> list[Measure]:
@@ -264,7 +290,7 @@ def frozen(with_hpkv: Any, without: Any, served: Daemon, rounds: int) -> list[Me
 
 
 def run(quick: bool) -> Found:
-    """Three starts of the engine."""
+    """Five starts of the engine."""
     if available_bytes() < NEEDED_BYTES:
         raise Unfit(f"{available_bytes() >> 30} GiB of memory are available, {NEEDED_BYTES >> 30} are needed")
     prompts, rounds = (2, 1) if quick else (7, 7)
@@ -285,8 +311,10 @@ def run(quick: bool) -> Found:
             same = sum(ours == theirs for ours, theirs in zip(hpkv.outputs, own.outputs, strict=True))
             with engine(model, None, logs / "third.log") as third:
                 measures.append(storing(second, third, rounds))
-                measures.append(decoding(second, third, rounds))
+                measures.append(decoding(second, third, rounds, "cores shared", Aim()))
                 measures += frozen(second, third, served, rounds)
+        if len(cores()) > 1:
+            measures.append(apart(model, served, logs, rounds))
     for measure in measures:
         say(f"{measure.name}: {measure.value:.4g} {measure.unit}")
     return measures, {"model": MODEL, "dtype": DTYPE, "prompts": prompts, "same_outputs": same, "rounds": rounds}

@@ -421,12 +421,19 @@ while True:
 """
 
 
-@pytest.fixture(params=["roomy", "crowded"])
-def variant(request: pytest.FixtureRequest) -> Iterator[tuple[bool, Observed]]:
-    """A daemon with room for everything, so that nothing may be missing; one that evicts all the time."""
+@pytest.fixture(params=["roomy", "crowded", "demoting"])
+def variant(request: pytest.FixtureRequest, storage: Path) -> Iterator[tuple[bool, Observed]]:
+    """A daemon with room for everything, so that nothing may be missing; one that evicts all the time; one that also
+    demotes to its disk, and brings back from there."""
     strict = request.param == "roomy"
-    with observed_daemon(HPKV_KV_MEM_POOL_SIZE="256m" if strict else "4m") as live:
+    settings: dict[str, Any] = {"HPKV_KV_MEM_POOL_SIZE": "256m" if strict else "4m"}
+    if request.param == "demoting":
+        settings |= {"HPKV_KV_STORAGE_PATH": storage, "HPKV_STORAGE_SIZE": "128m"}
+        settings |= {"HPKV_STORAGE_WRITE": "demote", "HPKV_STORAGE_IDLE_SECONDS": 0.5}
+    with observed_daemon(**settings) as live:
         yield strict, live
+        if request.param == "demoting":
+            assert live.ask("info")["storage"]["blocks"] > 0
 
 
 def test_kills_at_random_moments_under_load_lose_no_block_and_spoil_no_byte(variant: tuple[bool, Observed]) -> None:

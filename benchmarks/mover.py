@@ -24,7 +24,7 @@ from hpkv_client.control import PAGE_BYTES
 from hpkv_client.memory import SharedMemory
 from hpkv_client.topology import canonical_layout, place
 from hpkv_client.types import Layer, RankShard, Run
-from hpkv_daemon.movers import host
+from hpkv_daemon.movers import host, parent
 from hpkv_daemon.movers.base import Attached, Attachment, CopyJob, Direction, Done, Event, Outcome
 
 RUNS = 56
@@ -126,7 +126,7 @@ class TimedMover:
 @contextmanager
 def mover_process(pool: SharedMemory, tunables: str) -> Iterator[TimedMover]:
     """A mover under these tunables of glibc."""
-    with patch.object(host, "_TUNABLES", tunables):
+    with patch.object(parent, "_TUNABLES", tunables):
         mover = host.HostMover(pool.handle.fd, pool.handle.size)
     try:
         yield TimedMover(mover)
@@ -161,7 +161,7 @@ def measure(layout: Layout, engine: SharedMemory, pool: SharedMemory, rounds: in
         floor = stack.enter_context(MemcpyFloor(*memories))
         movers = {
             PLAIN: stack.enter_context(mover_process(pool, "")),
-            STREAMING: stack.enter_context(mover_process(pool, host._TUNABLES)),
+            STREAMING: stack.enter_context(mover_process(pool, parent._TUNABLES)),
         }
         for mover in movers.values():
             mover.attach(layout.attachment(engine, control))

@@ -233,6 +233,8 @@ VERBS: Mapping[str, Mapping[str, Field]] = {
     "leases": {},
     "check": {},
     "explain": {"engine": Field(_text, ""), "request": Field(_text, ""), "last": Field(_integer(1, 256), 20)},
+    "hot": {"last": Field(_integer(1, 256), 20)},
+    "events": {"after": Field(_integer(-1, MAX_INT), -1), "most": Field(_integer(1, 1024), 256)},
     "clear": {"namespace": Field(_nullable(_binary(KEY_BYTES, exact=True)), None)},
     "config": {},
     "set": {"name": Field(_text), "value": Field(_text)},

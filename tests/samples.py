@@ -100,6 +100,56 @@ LEASES: dict[str, Any] = {
 }
 
 
+HOT: dict[str, Any] = {
+    "prefixes": [
+        {
+            "prefix": "0123456789abcdef",
+            "namespace": "cd" * 32,
+            "model": "llama [8b]",
+            "uses": 12345,
+            "resident": True,
+            "blocks": 32,
+            "bytes": 32 * (8 << 20),
+        },
+        {
+            "prefix": "fedcba9876543210",
+            "namespace": "ab" * 32,
+            "model": "tiny",
+            "uses": 7,
+            "resident": False,
+            "blocks": None,
+            "bytes": None,
+        },
+    ]
+}
+
+EVENTS: list[dict[str, Any]] = [
+    {"age_seconds": 4.5, "kind": "opened", "engine": "e1", "name": "worker", "pid": 77, "uid": 1000},
+    {
+        "age_seconds": 0.25,
+        "kind": "lookup",
+        "engine": "e1",
+        "request": "cmpl-1",
+        "asked": 10,
+        "hit": 8,
+        "coming": 0,
+        "reason": "evicted: the pool was full",
+    },
+    {"age_seconds": 0.1, "kind": "loaded", "engine": "e1", "rank": 0, "blocks": 8, "bytes": 8 << 20, "seconds": 0.002},
+    {"age_seconds": 0.0, "kind": "evicted", "evicted_blocks": 3, "evicted_bytes": 3 << 20},
+]
+
+BENCH: dict[str, Any] = {
+    "block_bytes": 1 << 20,
+    "blocks": 64,
+    "memcpy_bytes_per_second": 10_000_000_000,
+    "put_bytes_per_second": 8_000_000_000,
+    "get_bytes_per_second": 9_000_000_000,
+    "put_to_memcpy_ratio": 0.8,
+    "get_to_memcpy_ratio": 0.9,
+}
+
+
 def stats(seconds: int) -> dict[str, Any]:
     """The counters of that daemon so many seconds after it began to be used."""
     return {

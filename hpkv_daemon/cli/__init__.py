@@ -28,6 +28,8 @@ _MODULES = {
     "latency": "latency",
     "clients": "sessions",
     "leases": "sessions",
+    "hot": "hot",
+    "monitor": "monitor",
     "explain": "query",
     "check": "query",
     "clear": "query",
@@ -35,6 +37,8 @@ _MODULES = {
     "scrub": "storage",
     "import": "storage",
     "doctor": "doctor",
+    "bench": "bench",
+    "support-bundle": "bundle",
     "config": "config",
     "reload": "config",
     "keygen": "keys",
@@ -50,7 +54,8 @@ class _Commands(click.Group):
         if name not in _MODULES:
             return None
         module = importlib.import_module(f"hpkv_daemon.cli.{_MODULES[name]}")
-        command = getattr(module, f"{name}_" if keyword.iskeyword(name) else name)
+        attribute = name.replace("-", "_")
+        command = getattr(module, f"{attribute}_" if keyword.iskeyword(name) else attribute)
         assert isinstance(command, click.Command)
         return command
 

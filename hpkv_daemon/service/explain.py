@@ -10,8 +10,10 @@ from hpkv_client.types import BlockKey, typed_digest
 from hpkv_client.wire import Body
 from hpkv_daemon.core.departures import REASONS
 from hpkv_daemon.core.index import NONE, State
+from hpkv_daemon.core.popularity import Popularity
 from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.service.engines import Engine
+from hpkv_daemon.service.events import EventLog
 
 REMEMBERED_LOOKUPS = 256
 MOST_NAMESPACES = 8
@@ -45,11 +47,18 @@ class Namespace:
     fields: dict[str, str]
 
 
-class Explanations:
-    """Remembers the latest look-ups and every namespace. Control loop only."""
+def prefix_name(key: BlockKey) -> str:
+    """How operators name the prefix that ends with this block: the key itself stays inside."""
+    return typed_digest("hpkv-prefix", key).hex()[:16]
 
-    def __init__(self, store: BlockStore) -> None:
+
+class Explanations:
+    """Remembers the latest look-ups, the prefixes found most, and every namespace. Control loop only."""
+
+    def __init__(self, store: BlockStore, events: EventLog) -> None:
         self._store = store
+        self._events = events
+        self._popularity = Popularity()
         self._lookups: deque[Lookup] = deque(maxlen=REMEMBERED_LOOKUPS)
         self._namespaces: dict[int, Namespace] = {}
 
@@ -74,6 +83,12 @@ class Explanations:
             reason = ""
         elif not coming:
             reason = self._why(engine.namespace, keys[hit])
+        if hit and engine.namespace is not None:
+            self._popularity.used(engine.namespace, keys[hit - 1])
+        if self._events.followed:
+            self._events.tell(
+                "lookup", engine=engine.name, request=request, asked=len(keys), hit=hit, coming=coming, reason=reason
+            )
         self._lookups.append(Lookup(moment, engine.name, request, len(keys), hit, reason))
 
     def _why(self, namespace: int, key: BlockKey) -> str:
@@ -106,6 +121,26 @@ class Explanations:
             "lookups": wanted[:last],
             "other_namespaces": [other for one in asked for other in self._others(one)],
         }
+
+    def hot(self, last: int) -> Body:
+        """The body of ``hot``: the prefixes that were found most."""
+        blocks = self._store.blocks
+        rows = []
+        for number, key, uses in self._popularity.most(last):
+            home, slot = blocks.namespaces[number], blocks.resident(number, key)
+            here = slot != NONE
+            rows.append(
+                {
+                    "prefix": prefix_name(key),
+                    "namespace": home.fingerprint.hex(),
+                    "model": self.model_of(number) or home.tenant,
+                    "uses": uses,
+                    "resident": here,
+                    "blocks": blocks.table.depth[slot] + 1 if here else None,
+                    "bytes": (blocks.table.depth[slot] + 1) * home.block_bytes if here else None,
+                }
+            )
+        return {"prefixes": rows}
 
     def _others(self, engine: Engine) -> list[Body]:
         """Other namespaces that hold blocks, those that differ least first."""

@@ -13,6 +13,7 @@ from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.service.access import require_owner
 from hpkv_daemon.service.clock import AwakeClock
 from hpkv_daemon.service.engines import Engine
+from hpkv_daemon.service.events import EventLog
 from hpkv_daemon.service.explain import Explanations
 from hpkv_daemon.service.movers import Movers
 from hpkv_daemon.service.report import Identity, describe, fitted, leases, statistics
@@ -38,6 +39,7 @@ class Operators:
         transfers: Transfers,
         tiering: Tiering,
         explanations: Explanations,
+        events: EventLog,
         counters: Counter[str],
     ) -> None:
         self._store = store
@@ -51,6 +53,7 @@ class Operators:
         self._transfers = transfers
         self._tiering = tiering
         self._explanations = explanations
+        self._event_log = events
         self._counters = counters
         self.verbs: dict[str, Callable[[Peer, Request], Body]] = {
             "ping": self._ping,
@@ -59,6 +62,8 @@ class Operators:
             "leases": self._leases,
             "check": self._check,
             "explain": self._explain,
+            "hot": self._hot,
+            "events": self._events,
             "clear": self._clear,
             "drain": self._drain,
             "import": self._import,
@@ -125,6 +130,12 @@ class Operators:
         return fitted(
             self._explanations.describe(body["engine"], body["request"], body["last"], self._clock(), engines)
         )
+
+    def _hot(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
+        return self._explanations.hot(request.body["last"])
+
+    def _events(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
+        return fitted(self._event_log.follow(request.body["after"], request.body["most"]))
 
     def _clear(self, peer: Peer, request: Request) -> Body:
         require_owner(peer, "clear the cache")

@@ -29,6 +29,7 @@ from hpkv_daemon.faults import Faults
 from hpkv_daemon.movers.base import Attached, Mover
 from hpkv_daemon.service.clock import AwakeClock
 from hpkv_daemon.service.engines import Engine, Rank
+from hpkv_daemon.service.events import EventLog
 from hpkv_daemon.service.explain import Explanations
 from hpkv_daemon.service.importing import Opener
 from hpkv_daemon.service.live import LiveSettings, SettingVerbs
@@ -95,11 +96,12 @@ class Service:
         self._engines: dict[str, Engine] = {}
         self._sessions = SessionTable(reactor, self._on_death)
         self._movers = Movers(factories, reactor, self._awake, gpus)
+        self._events = EventLog(clock)
         self._transfers = Transfers(
-            store, self._movers, reactor, self._awake, self._answer, self._lease_deadline, faults
+            store, self._movers, reactor, self._awake, self._answer, self._lease_deadline, faults, self._events
         )
         self._tiering = Tiering(store, tier(self._awake), reactor, writes, self._awake, open_storage)
-        self._explanations = Explanations(store)
+        self._explanations = Explanations(store, self._events)
         self._counters: Counter[str] = Counter()
         settings.on_change("lease_seconds", lambda _: None)
         settings.on_change("quotas", store.blocks.set_quotas)
@@ -117,6 +119,7 @@ class Service:
                 self._transfers,
                 self._tiering,
                 self._explanations,
+                self._events,
                 self._counters,
             ).verbs,
         }
@@ -209,6 +212,7 @@ class Service:
         self._require_own(peer, body["engine"])
         self._make_room(peer)
         session = self._sessions.open(peer, body["name"], body["engine"], self._awake())
+        self._events.tell("opened", engine=session.engine, name=session.name, pid=session.pid, uid=session.uid)
         return {
             "session": session.token,
             "epoch": self._identity.epoch,
@@ -255,6 +259,7 @@ class Service:
     def _drop(self, session: Session, why: str) -> None:
         self._sessions.close(session)
         self._leave_engine(session)
+        self._events.tell("closed", engine=session.engine, name=session.name, pid=session.pid, why=why)
         log.info("session %r of %r closed: %s", session.name, session.engine or "a client", why)
 
     def _leave_engine(self, session: Session) -> None:
@@ -348,6 +353,7 @@ class Service:
         except HpkvError as problem:
             engine.problem = str(problem)
             engine.namespace = None
+            self._events.tell("refused", engine=engine.name, model=engine.model, problem=engine.problem)
             log.warning("engine %r is not cached: %s", engine.name, problem)
 
     def _attached(self, engine: Engine, rank: Rank) -> Callable[[Attached], None]:
@@ -360,6 +366,7 @@ class Service:
                 log.warning("engine %r: %s", engine.name, engine.problem)
             elif engine.ready:
                 engine.problem = ""
+                self._events.tell("ready", engine=engine.name, model=engine.model, ranks=engine.world)
                 log.info("engine %r is ready: %d ranks of %r", engine.name, engine.world, engine.model)
 
         return tell
@@ -481,6 +488,7 @@ class Service:
             self._transfers.tick(list(self._engines.values()))
             self._movers.tick()
             self._tiering.tick()
+            self._events.tick(self._store.blocks.counters)
         except Exception:  # (the next tick must come, whatever this one met)
             self._counters["internal_errors"] += 1
             log.exception("tick failed")

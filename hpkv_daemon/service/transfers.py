@@ -15,6 +15,7 @@ from hpkv_daemon.core.store import KEPT, BlockStore
 from hpkv_daemon.faults import Faults
 from hpkv_daemon.movers.base import CopyJob, Direction, Done, Outcome
 from hpkv_daemon.service.engines import Engine, Rank, StoreJob
+from hpkv_daemon.service.events import EventLog
 from hpkv_daemon.service.movers import Movers
 from hpkv_daemon.service.sessions import Reactor
 
@@ -59,6 +60,7 @@ class Transfers:
         answer: Answer,
         lease_deadline: Callable[[], float],
         faults: Faults,
+        events: EventLog,
     ) -> None:
         self._store = store
         self._movers = movers
@@ -67,6 +69,7 @@ class Transfers:
         self._answer = answer
         self._lease_deadline = lease_deadline
         self._faults = faults
+        self._events = events
         self._loads: dict[tuple[str, int, int], _Load] = {}
         self._unsettled: list[tuple[Engine, StoreJob]] = []
         self.counters: Counter[str] = Counter()
@@ -131,6 +134,16 @@ class Transfers:
         load = self._loads.pop(key)
         caller = load.caller
         self._end_lease(caller, load.lease, load.body)
+        if self._events.followed:
+            self._events.tell(
+                "loaded",
+                engine=caller.engine.name,
+                rank=caller.rank.number,
+                blocks=load.blocks,
+                bytes=done.bytes_moved,
+                seconds=round(done.seconds, 6),
+                problem=done.problem,
+            )
         if done.outcome is Outcome.OK:
             self.counters["loaded_blocks"] += load.blocks
             self.counters["loaded_bytes"] += done.bytes_moved
@@ -239,6 +252,9 @@ class Transfers:
             self.counters["store_failures"] += 1
         else:
             self._store.commit(job.reservation)
+        if self._events.followed:
+            fresh = len(job.reservation.reserved)
+            self._events.tell("stored", engine=engine.name, asked=len(job.keys), blocks=fresh, failed=job.failed)
         self._unsettled.append((engine, job))
         self._settle_all()
 

@@ -183,6 +183,8 @@ REPLIES = {
     },
     "stats": None,
     "leases": {"leases"},
+    "hot": {"prefixes"},
+    "events": {"latest", "lost", "events"},
     "set": {"name", "before", "now"},
     "reload": {"changed", "needs_restart"},
     "unregister": set(),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 import pytest
 
 from hpkv_daemon.cli import figures
+from hpkv_daemon.cli.bench import lines as bench_lines
+from hpkv_daemon.cli.hot import PREFIXES
 from hpkv_daemon.cli.latency import line, summary
+from hpkv_daemon.cli.monitor import line as monitor_line
 from hpkv_daemon.cli.overview import ORDERS, Sample, layout, overview
 from hpkv_daemon.cli.sessions import CLIENTS, LEASES, clients_in
 from hpkv_daemon.cli.tables import table
@@ -73,3 +78,16 @@ def test_latency() -> None:
 )
 def test_figures(shown: str, text: str) -> None:
     assert shown == text
+
+
+def test_hot() -> None:
+    assert_golden("hot.txt", rendered(table(PREFIXES, samples.HOT["prefixes"])))
+
+
+def test_monitor() -> None:
+    now = datetime(2026, 1, 2, 3, 4, 5, 600_000)
+    assert_golden("monitor.txt", "".join(f"{monitor_line(event, now)}\n" for event in samples.EVENTS))
+
+
+def test_bench() -> None:
+    assert_golden("bench.txt", bench_lines(samples.BENCH) + "\n")

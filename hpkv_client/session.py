@@ -120,6 +120,8 @@ class SessionKeeper:
                 self._wake.wait(self._step(channel))
                 self._wake.clear()
             if channel.session:
+                # What was counted since the last heartbeat is told as well.
+                channel.call("heartbeat", {"counters": dict(self._counters)}, _GOODBYE_SECONDS)
                 channel.call("bye", {}, _GOODBYE_SECONDS)
         except HpkvError as problem:
             log.debug("goodbye failed: %s", problem)

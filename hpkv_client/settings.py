@@ -16,9 +16,12 @@ from hpkv_client.errors import ConfigError, NotPermitted
 from hpkv_client.values import (
     Quota,
     format_size,
+    is_loopback,
     parse_choice,
+    parse_events,
     parse_instance,
     parse_listen,
+    parse_metrics,
     parse_mode,
     parse_name,
     parse_path,
@@ -90,6 +93,11 @@ def _default_key_file(environ: Mapping[str, str], _instance: str) -> str | None:
     credentials = environ.get("CREDENTIALS_DIRECTORY", "")
     path = f"{credentials.rstrip('/')}/{_CREDENTIAL}"
     return path if os.path.isabs(credentials) and os.path.exists(path) else None
+
+
+def _default_metrics(_environ: Mapping[str, str], instance: str) -> str:
+    """One port of a node belongs to the unnamed instance; others must be told theirs."""
+    return "off" if instance else "127.0.0.1:7631"
 
 
 Default = str | Callable[[Mapping[str, str], str], str | None] | None
@@ -282,6 +290,22 @@ _TABLE = (
         "name of a model's weights, for those that are not in local files",
     ),
     Setting(
+        "metrics",
+        "HPKV_METRICS",
+        "--metrics",
+        parse_metrics,
+        _default_metrics,
+        "where /metrics, /healthz and /readyz are served, as in 127.0.0.1:7631; off for nowhere",
+    ),
+    Setting(
+        "events",
+        "HPKV_EVENTS",
+        "--events",
+        parse_events,
+        None,
+        "where KV events are published for routers, as in tcp://127.0.0.1:5557 or ipc:///run/hpkv/events.sock",
+    ),
+    Setting(
         "log_level",
         "HPKV_LOG_LEVEL",
         "--log-level",
@@ -345,13 +369,15 @@ class Settings:
     load_deadline_seconds: float
     load_when: str
     weights_id: str
+    metrics: str
+    events: str
     log_level: str
     log_file: Path | None
     log_format: str
     faults: str
 
 
-_WHEN_OFF: dict[str, object] = {"instance": "", "weights_id": "", "faults": "", "quotas": ()}
+_WHEN_OFF: dict[str, object] = {"instance": "", "weights_id": "", "events": "", "faults": "", "quotas": ()}
 
 
 def nearest(name: str, known: Mapping[str, str]) -> str:
@@ -454,6 +480,11 @@ def load(
         raise ConfigError(
             "listening on the network needs a key file",
             "make one with 'hpkvd keygen FILE', copy it to every node and set HPKV_KEY_FILE",
+        )
+    if values["events"].startswith("tcp://") and not is_loopback(values["events"][6:]) and not values["key_file"]:
+        raise ConfigError(
+            "publishing events to other machines needs a key file",
+            "publish on 127.0.0.1, or make one with 'hpkvd keygen FILE' and set HPKV_KEY_FILE",
         )
     if values["faults"] and environ.get(FAULTS_CONFIRMATION) != FAULTS_CONFIRMED:
         raise ConfigError(

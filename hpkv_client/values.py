@@ -22,6 +22,9 @@ MAX_SIZE = 1 << 50
 MAX_SOCKET_PATH = 107
 """Longest path of a Unix socket (sun_path without its terminating zero)."""
 
+SNAPSHOT_SUFFIX = ".snapshot"
+"""Ends the name of the socket that gives snapshots, beside one with events."""
+
 MAX_SECONDS = 86_400.0
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z%]*)")
@@ -250,6 +253,46 @@ def parse_listen(value: object) -> str:
             f"{host!r} is no IP address", "write an address of this machine, an IPv6 one in brackets, or *"
         ) from None
     return f"{host}:{int(port)}"
+
+
+def parse_metrics(value: object) -> str:
+    """``HOST:PORT`` to serve metrics on, with port 0 for any that is free, or ``off``, which is the empty text."""
+    text = parse_name(value)
+    if text.lower() in ("off", "none", "0"):
+        return ""
+    host, colon, port = text.rpartition(":")
+    if colon and port == "0":
+        return f"{parse_listen(f'{host}:1').rpartition(':')[0]}:0"
+    try:
+        return parse_listen(text)
+    except ConfigError as problem:
+        raise ConfigError(problem.message, "write off, or an address and a port, as in 127.0.0.1:7631") from None
+
+
+def parse_events(value: object) -> str:
+    """``tcp://HOST:PORT`` or ``ipc:///PATH`` to publish events on; ``off`` is the empty text."""
+    text = parse_name(value)
+    if text.lower() in ("off", "none", "0"):
+        return ""
+    if text.startswith(("ipc://", "/")):
+        # There is a second socket beside it, with a longer name.
+        path = parse_path(text.removeprefix("ipc://"))
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH - len(SNAPSHOT_SUFFIX):
+            raise ConfigError(f"the path of the socket {path} is too long", "choose a shorter one")
+        return f"ipc://{path}"
+    try:
+        place = parse_listen(text)
+        parse_listen(f"{place.rpartition(':')[0]}:{int(place.rpartition(':')[2]) + 1}")
+    except ConfigError as problem:
+        hint = "write off, tcp://HOST:PORT as in tcp://127.0.0.1:5557, or ipc:///PATH"
+        raise ConfigError(problem.message, hint) from None
+    return f"tcp://{place}"
+
+
+def is_loopback(place: str) -> bool:
+    """Whether ``HOST:PORT``, as ``parse_listen`` gives it, can be reached from this machine only."""
+    host = place.rpartition(":")[0].strip("[]")
+    return host != "*" and ipaddress.ip_address(host).is_loopback
 
 
 def parse_instance(value: object) -> str:

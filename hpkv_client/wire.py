@@ -201,6 +201,8 @@ VERBS: Mapping[str, Mapping[str, Field]] = {
         "model": Field(_text),
         "strategy": Field(_text, ""),
         "fields": Field(_texts, {}),
+        "key_namespace": Field(_nullable(_binary(KEY_BYTES, exact=True)), None),
+        "group": Field(_integer(0, 1 << 16), 0),
         "place": Field(_text, ""),
         "block_tokens": Field(_integer(0, 1 << 31), 0),
         "device": Field(_text),

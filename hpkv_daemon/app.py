@@ -35,6 +35,7 @@ from hpkv_daemon.notify import Notifier
 from hpkv_daemon.pool.file import Pool
 from hpkv_daemon.pool.ledger import PoolLedger
 from hpkv_daemon.server.activation import passed_listener
+from hpkv_daemon.server.http import HttpServer, http_server
 from hpkv_daemon.server.local import LocalRouter
 from hpkv_daemon.server.router import Router
 from hpkv_daemon.service.importing import Opener
@@ -94,7 +95,12 @@ def serve(
     faulthandler.enable()
     passed = passed_listener(os.environ, Path(settings.socket))
     notifier = Notifier.from_environment(os.environ, time.monotonic)
-    with contextlib.closing(notifier), _Stop() as stop, InstanceLock(Path(settings.socket), passed is not None) as lock:
+    with (
+        contextlib.closing(notifier),
+        _Stop() as stop,
+        InstanceLock(Path(settings.socket), passed is not None) as lock,
+        http_server(settings.metrics, chosen=origins["metrics"] != "default") as http,
+    ):
         goes_first = _claim_priority()
         _claim_descriptors()
 
@@ -111,7 +117,7 @@ def serve(
                 store = _store(settings, pool, ledger)
                 stop.check()
                 notifier.progress("starting to serve", _STEP_SECONDS)
-                uvloop.run(_run(settings, origins, pool, store, stop, goes_first, passed, notifier, lock, reread))
+                uvloop.run(_run(settings, origins, pool, store, stop, goes_first, passed, notifier, lock, reread, http))
             useless = False
         finally:
             # A daemon that never served leaves no memory behind; all others leave it to the next one.
@@ -229,6 +235,7 @@ async def _run(
     notifier: Notifier,
     lock: InstanceLock,
     reread: Callable[[], Loaded] | None,
+    http: HttpServer | None,
 ) -> None:
     loop = asyncio.get_running_loop()
     faults = Faults(settings.faults)
@@ -240,6 +247,12 @@ async def _run(
         from hpkv_daemon.server.network import NetworkRouter
 
         routers.append(NetworkRouter(settings.listen, read_key(settings.key_file), loop))
+    publisher = None
+    if settings.events:
+        from hpkv_daemon.server.events import EventPublisher
+
+        key = read_key(settings.key_file) if settings.key_file else None
+        publisher = EventPublisher(settings.events, settings.socket_mode, settings.socket_group, key, loop)
     identity = Identity(
         pid=os.getpid(),
         epoch=new_epoch(),
@@ -249,6 +262,8 @@ async def _run(
         pool_path=str(pool.path),
         pool_bytes=pool.size,
         policy=settings.policy,
+        metrics=http.place if http else "",
+        events=settings.events,
     )
     live = LiveSettings(settings, origins, _load_apart(reread, loop) if reread else None)
     live.on_change("log_level", lambda level: logging.getLogger("hpkv_daemon").setLevel(level.upper()))
@@ -290,6 +305,14 @@ async def _run(
         pool.size,
         identity.policy,
     )
+    if publisher:
+        # The format of the events wants the wall clock.
+        stream = service.stream_events(lambda: time.clock_gettime(time.CLOCK_REALTIME), publisher.publish)
+        publisher.serve(stream.snapshot)
+        log.info("KV events on %s", publisher.endpoint)
+    if http:
+        http.serve(loop, service.snapshot)
+        log.info("metrics on http://%s/metrics", http.place)
     if settings.listen:
         log.info("serving other nodes on %s, with the key in %s", settings.listen, settings.key_file)
     if not goes_first:
@@ -302,10 +325,14 @@ async def _run(
         log.info("stopping")
         notifier.stopping("writing out what waits")
     finally:
+        if http:
+            http.withdraw()
         ticker.cancel()
         for router in routers:
             router.close()
         service.close()
+        if publisher:
+            publisher.close()
 
 
 async def _tick(service: Service, notifier: Notifier) -> None:

@@ -143,6 +143,8 @@ class DaemonFactory:
             "HPKV_SOCKET": run / "hpkvd.sock",
             "HPKV_SHARE_MEM_FILE_PATH": pool,
             "HPKV_KV_MEM_POOL_SIZE": POOL_SIZE,
+            # The default port is one for all.
+            "HPKV_METRICS": "off",
             # A tiny model computes faster than a disturbed daemon loads: with the default, hits would be left alone.
             "HPKV_LOAD_WHEN": "always",
         }

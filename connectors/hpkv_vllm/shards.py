@@ -103,6 +103,8 @@ def shards_of(
             registration = common | {
                 "namespace": part_namespace(base, label, group.window_tokens, order),
                 "fields": brief(fields | {"part": label, "order": order}),
+                "key_namespace": base,
+                "group": group.number,
                 "block_tokens": group.block_tokens,
                 **shard_to_wire(shard),
             }

@@ -6,10 +6,12 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from hpkv_client.errors import ConfigError
 from hpkv_client.types import KEY_BYTES, BlockKey
 from hpkv_client.values import Quota, format_size
+from hpkv_daemon.core.counts import MOST_APART, BlockCounts
 from hpkv_daemon.core.departures import Departures, Reason
 from hpkv_daemon.core.index import NONE, BlockTable, Namespace, State
 from hpkv_daemon.core.ledger import Ledger, NoLedger, Recorded, parents_first
@@ -38,6 +40,16 @@ class Usage:
     pinned_blocks: int = 0
 
 
+class Watcher(Protocol):
+    """Whoever wants to know what is resident."""
+
+    def came(self, slot: int) -> None:
+        """The block in this slot is resident now."""
+
+    def left(self, slot: int) -> None:
+        """The block in this slot is about to be resident no more."""
+
+
 def _oldest(policies: Iterable[Policy]) -> int | None:
     """Of the next victims of some policies the one that was used last longest ago."""
     victims = [(policy.last_use(slot), slot) for policy in policies if (slot := policy.victim()) is not None]
@@ -64,6 +76,9 @@ class Blocks:
         self.namespaces: list[Namespace] = []
         self.usage = Usage()
         self.counters: Counter[str] = Counter()
+        self.counts = [BlockCounts("", "")]
+        """By namespace; the first one is of all that are not counted apart."""
+        self.watcher: Watcher | None = None
         self.departures = Departures()
         self.restored_blocks = 0
         self.tick = 0
@@ -89,7 +104,7 @@ class Blocks:
             self._policies.append([])
         account = self.accounts.of(tenant)
         policy = self._policy_of(size_class, account)
-        self.namespaces.append(Namespace(fingerprint, block_bytes, size_class, tenant, account, policy))
+        self.namespaces.append(Namespace(fingerprint, block_bytes, size_class, tenant, account, policy, self.counts[0]))
         number = len(self.namespaces) - 1
         self._ledger.opened(number, fingerprint, block_bytes, tenant)
         return number
@@ -100,6 +115,12 @@ class Blocks:
             known = self._make_policy()
             self._policies[size_class].append((account, known))
         return known
+
+    def count_apart(self, home: Namespace) -> None:
+        """From now on the namespace has counts of its own, unless it has blocks already or too many others have."""
+        if home.counts is self.counts[0] and not home.used and len(self.counts) <= MOST_APART:
+            home.counts = BlockCounts(home.fingerprint.hex(), home.tenant)
+            self.counts.append(home.counts)
 
     def namespace_of(self, slot: int) -> Namespace:
         """The namespace of the block in the slot."""
@@ -180,9 +201,13 @@ class Blocks:
         self.usage.reserved_blocks -= 1
         self.usage.resident_blocks += 1
         self.usage.resident_bytes += home.block_bytes
+        home.counts.resident += 1
+        home.counts.resident_bytes += home.block_bytes
         home.used = True
         self._refresh(slot)
         self._ledger.kept(slot, number, key, offset, self.table.parent[slot], self.tick)
+        if self.watcher is not None:
+            self.watcher.came(slot)
 
     def restore(self, recorded: Recorded, numbers: Sequence[int]) -> int:
         """Take over the blocks of an earlier life, in their slots; how many. Only in an empty pool.
@@ -207,7 +232,11 @@ class Blocks:
             home.slots[key] = slot
             home.policy.admit(slot, key, tick)
             home.account.held += home.block_bytes
+            self.count_apart(home)
             home.used = True
+            home.counts.restored += 1
+            home.counts.resident += 1
+            home.counts.resident_bytes += home.block_bytes
             self.usage.resident_blocks += 1
             self.usage.resident_bytes += home.block_bytes
             extent = recorded.offsets[position] // extent_bytes
@@ -232,11 +261,14 @@ class Blocks:
         state = self.table.state[slot]
         if state in (State.VOID, State.CONDEMNED):
             return
+        home = self.namespace_of(slot)
         if state == State.RESIDENT:
+            home.counts.cleared += 1
             self._leave(slot)
             self.usage.reserved_blocks += 1
         else:
-            del self.namespace_of(slot).slots[self.key_of(slot)]
+            home.counts.withdrawn += state == State.COMPLETE
+            del home.slots[self.key_of(slot)]
         self.table.state[slot] = State.VOID if state == State.RESERVED else State.CONDEMNED
         self._collect(slot)
 
@@ -261,7 +293,10 @@ class Blocks:
         """Drop an exposed block."""
         self.departures.note(self.key_of(slot), Reason.EVICTED)
         self.counters["evicted_blocks"] += 1
-        self.counters["evicted_bytes"] += self.namespace_of(slot).block_bytes
+        home = self.namespace_of(slot)
+        self.counters["evicted_bytes"] += home.block_bytes
+        home.counts.evicted += 1
+        home.counts.evicted_bytes += home.block_bytes
         last_use = self._policy(slot).last_use(slot)
         self._leave(slot)
         self._detach(slot, last_use)
@@ -269,6 +304,8 @@ class Blocks:
 
     def _leave(self, slot: int) -> None:
         home, key = self.namespace_of(slot), self.key_of(slot)
+        if self.watcher is not None:
+            self.watcher.left(slot)
         # Before anything else may use the slot: a death right after this must not show its next bytes as this block.
         self._ledger.gone(slot)
         del home.slots[key]
@@ -276,6 +313,8 @@ class Blocks:
         home.policy.forget(slot, key)
         self.usage.resident_blocks -= 1
         self.usage.resident_bytes -= home.block_bytes
+        home.counts.resident -= 1
+        home.counts.resident_bytes -= home.block_bytes
 
     def _detach(self, slot: int, last_use: int) -> None:
         parent = self.table.parent[slot]
@@ -495,15 +534,20 @@ class Blocks:
         assert count == self.usage, f"counted {count}, kept {self.usage}"
         for number, namespace in enumerate(self.namespaces):
             assert len(namespace.slots) == found[number], f"namespace {number} lists slots not in use"
+        resident = Counter(home.counts.name for home in self.namespaces for _ in self._resident_of(home))
+        for counts in self.counts:
+            assert counts.resident == resident[counts.name], f"namespace {counts.name} miscounts its blocks"
+            counts.check(count.reserved_blocks > 0)
         self._ledger.check(self._resident())
 
     def _resident(self) -> Iterator[tuple[int, int, BlockKey, int, int]]:
         """What the ledger was told of every resident block."""
-        table = self.table
         for number, namespace in enumerate(self.namespaces):
-            for key, slot in namespace.slots.items():
-                if table.state[slot] == State.RESIDENT:
-                    yield slot, number, key, self.slots.offset(slot), table.parent[slot]
+            for key, slot in self._resident_of(namespace):
+                yield slot, number, key, self.slots.offset(slot), self.table.parent[slot]
+
+    def _resident_of(self, home: Namespace) -> Iterator[tuple[BlockKey, int]]:
+        return ((key, slot) for key, slot in home.slots.items() if self.table.state[slot] == State.RESIDENT)
 
     def _check_slot(self, slot: int, count: Usage, found: Counter[int]) -> None:
         table, state = self.table, self.table.state[slot]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 
 from hpkv_client.types import KEY_BYTES, BlockKey, Keys
+from hpkv_daemon.core.counts import BlockCounts
 from hpkv_daemon.core.ledger import NONE
 from hpkv_daemon.core.policy import Policy
 from hpkv_daemon.core.quotas import Account
@@ -36,10 +37,29 @@ class State(IntEnum):
 class Namespace:
     """The blocks of one model and KV format."""
 
-    __slots__ = ("account", "block_bytes", "fingerprint", "policy", "size_class", "slots", "tenant", "used")
+    __slots__ = (
+        "account",
+        "block_bytes",
+        "block_tokens",
+        "counts",
+        "fingerprint",
+        "group",
+        "policy",
+        "size_class",
+        "slots",
+        "tenant",
+        "used",
+    )
 
     def __init__(
-        self, fingerprint: bytes, block_bytes: int, size_class: int, tenant: str, account: Account, policy: Policy
+        self,
+        fingerprint: bytes,
+        block_bytes: int,
+        size_class: int,
+        tenant: str,
+        account: Account,
+        policy: Policy,
+        counts: BlockCounts,
     ) -> None:
         self.tenant = tenant
         self.account = account
@@ -47,11 +67,16 @@ class Namespace:
         """Orders its blocks, and those of the same size of the same account."""
         self.fingerprint = fingerprint
         self.block_bytes = block_bytes
+        self.block_tokens = 0
+        """For people, and for events; 0 until an engine says it, like the number of its KV-cache group."""
+        self.group = 0
         self.size_class = size_class
         self.slots: dict[BlockKey, int] = {}
         """Key -> slot, for RESERVED, COMPLETE and RESIDENT blocks."""
         self.used = False
         """Whether anything was ever stored in it."""
+        self.counts = counts
+        """What became of its blocks; shared with others, if they are not counted apart."""
 
 
 class BlockTable:

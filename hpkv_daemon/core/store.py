@@ -66,6 +66,7 @@ class BlockStore:
         self._by_fingerprint: dict[bytes, int] = {}
         self._reservations: dict[int, Reservation] = {}
         self._numbers = count(1)
+        self._restoring = False
         self.on_resident: Callable[[int], None] | None = None
         """Called with the slot of each block that becomes resident."""
 
@@ -92,6 +93,8 @@ class BlockStore:
                     "start hpkvd with a larger --pool-size",
                 )
             self._by_fingerprint[fingerprint] = number
+        if not self._restoring:
+            self.blocks.count_apart(self.blocks.namespaces[number])
         known = self.blocks.namespaces[number].block_bytes
         if known != block_bytes:
             raise UsageError(f"this namespace has blocks of {known} bytes, not {block_bytes}")
@@ -108,7 +111,11 @@ class BlockStore:
 
         Only before anything else was asked of this store. What makes no sense is left out.
         """
-        return self.blocks.restore(recorded, [self._reopen(known) for known in recorded.namespaces])
+        # Of what an earlier daemon knew, only what still has blocks is counted apart.
+        self._restoring = True
+        numbers = [self._reopen(known) for known in recorded.namespaces]
+        self._restoring = False
+        return self.blocks.restore(recorded, numbers)
 
     def _reopen(self, known: RecordedNamespace) -> int:
         try:
@@ -250,7 +257,7 @@ class BlockStore:
                     missing = NO_ROOM
                 entries.append(slot if slot != NONE else NO_ROOM)
             above = slot
-        return self._open(keys, entries, owner)
+        return self._open(namespace, keys, entries, owner)
 
     def reserve_each(self, namespace: int, keys: Collection[BlockKey], owner: Hashable) -> Reservation:
         """Like ``reserve`` for unrelated blocks: each is a root of its own."""
@@ -263,16 +270,21 @@ class BlockStore:
             slot = NONE if full else self.blocks.reserve(namespace, key, NONE)
             full = slot == NONE
             entries.append(NO_ROOM if full else slot)
-        return self._open(keys, entries, owner)
+        return self._open(namespace, keys, entries, owner)
 
-    def _open(self, keys: Collection[BlockKey], entries: list[int], owner: Hashable) -> Reservation:
+    def _open(self, namespace: int, keys: Collection[BlockKey], entries: list[int], owner: Hashable) -> Reservation:
         reservation = Reservation(next(self._numbers), owner, entries)
         self._reservations[reservation.number] = reservation
-        counters = self.blocks.counters
-        full, orphans = entries.count(NO_ROOM), entries.count(ORPHAN)
+        counters, counts = self.blocks.counters, self.blocks.namespaces[namespace].counts
+        kept, full, orphans = entries.count(KEPT), entries.count(NO_ROOM), entries.count(ORPHAN)
         counters["dropped_full_blocks"] += full
         counters["dropped_orphan_blocks"] += orphans
-        counters["kept_blocks"] += entries.count(KEPT)
+        counters["kept_blocks"] += kept
+        counts.offered += len(entries)
+        counts.kept += kept
+        counts.full += full
+        counts.orphan += orphans
+        counts.reserved += len(entries) - kept - full - orphans
         if full or orphans:
             for key, entry in zip(keys, entries, strict=True):
                 if entry in _DROPPED:
@@ -288,6 +300,7 @@ class BlockStore:
         table, resident = self.blocks.table, 0
         for slot in reservation.reserved:
             if table.state[slot] == State.VOID:
+                self.blocks.namespace_of(slot).counts.withdrawn += 1
                 self.blocks.release_void(slot)
                 continue
             table.state[slot] = State.COMPLETE
@@ -304,7 +317,12 @@ class BlockStore:
                 continue
             self.blocks.make_resident(complete)
             self.blocks.counters[f"{counted}_blocks"] += 1
-            self.blocks.counters[f"{counted}_bytes"] += self.blocks.namespace_of(complete).block_bytes
+            home = self.blocks.namespace_of(complete)
+            self.blocks.counters[f"{counted}_bytes"] += home.block_bytes
+            if counted == "stored":
+                home.counts.stored += 1
+            else:
+                home.counts.promoted += 1
             if self.on_resident is not None:
                 self.on_resident(complete)
             settled += 1
@@ -321,6 +339,7 @@ class BlockStore:
                     self.blocks.departures.note(table.key_of(below), Reason.FAILED)
                     self.blocks.condemn(below)
         for slot in reversed(reservation.reserved):
+            self.blocks.namespace_of(slot).counts.aborted += 1
             self.blocks.release_void(slot)
         self.blocks.counters["aborted_blocks"] += len(reservation.reserved)
 

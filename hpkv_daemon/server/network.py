@@ -17,7 +17,7 @@ _HEARTBEAT_MS = 5000
 """A connection whose other end vanished is closed within two of these."""
 
 
-class _OnlyTheKey:
+class OnlyTheKey:
     """What the authenticator asks about each client's public key."""
 
     def __init__(self, key: ClusterKey) -> None:
@@ -34,7 +34,7 @@ class NetworkRouter(Router):
         super().__init__(loop)
         self._authenticator = AsyncioAuthenticator(zmq.asyncio.Context(self._context))
         self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", _OnlyTheKey(key))
+        self._authenticator.configure_curve_callback("*", OnlyTheKey(key))
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
         self._socket.setsockopt(zmq.IPV6, int(place.startswith("[")))

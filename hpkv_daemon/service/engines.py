@@ -44,6 +44,7 @@ class StoreJob:
     started: float
     missing: set[int]
     """Ranks that have not asked yet."""
+    namespace: int
     turn: int = 0
     """The engine's turn at which this job's first block is written."""
     copying: set[tuple[str, int]] = field(default_factory=set)
@@ -73,6 +74,8 @@ class Engine:
         self.block_tokens = block_tokens
         self.fields: dict[str, str] = {}
         """What its namespace is made of, for operators."""
+        self.key_namespace, self.group = b"", 0
+        """Under which it makes block keys, for routers; empty if it does not say."""
         self.ranks: dict[int, Rank] = {}
         self.layout: CanonicalLayout | None = None
         self.namespace: int | None = None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from hpkv_client import wire
+from hpkv_client.counters import EngineTotals
 from hpkv_client.errors import HpkvError, UsageError
 from hpkv_client.wire import Body, Request
+from hpkv_daemon.core.counts import Histogram
 from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.service.access import require_owner
 from hpkv_daemon.service.clock import AwakeClock
@@ -18,6 +21,7 @@ from hpkv_daemon.service.explain import Explanations
 from hpkv_daemon.service.movers import Movers
 from hpkv_daemon.service.report import Identity, describe, fitted, leases, statistics
 from hpkv_daemon.service.sessions import Peer, SessionTable
+from hpkv_daemon.service.snapshot import Snapshot
 from hpkv_daemon.service.tiering import Tiering
 from hpkv_daemon.service.transfers import Transfers
 
@@ -97,9 +101,38 @@ class Operators:
         )
 
     def _stats(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
+        uptime = self._clock() - self._started
+        return statistics(self._counted(), uptime, self._store, len(self._sessions), len(self._engines))
+
+    def _counted(self) -> Counter[str]:
         counters = self._counters + self._transfers.counters + self._store.blocks.counters + self._tiering.count()
         counters["mover_restarts"] = self._movers.restarts
-        return statistics(counters, self._clock() - self._started, self._store, len(self._sessions), len(self._engines))
+        return counters
+
+    def snapshot(self, engines: EngineTotals) -> Snapshot:
+        """All that is counted, copied. Takes the loop some 100 us, however much the pool holds."""
+        blocks = self._store.blocks
+        return Snapshot(
+            identity=self._identity,
+            uptime=self._clock() - self._started,
+            counters=self._counted(),
+            namespaces=[counts.copy() for counts in blocks.counts],
+            engines={model: dict(totals) for model, totals in engines.by_model.items()},
+            durations={where: taken.copy() for where, taken in self._durations()},
+            pool=replace(blocks.usage),
+            slots=(blocks.slots.extents, blocks.slots.free_extents(), blocks.slots.extent_bytes),
+            accounts=[(one.name, one.held, one.reserved, one.maximum) for one in blocks.accounts],
+            sessions=len(self._sessions),
+            engines_ready=[engine.ready for engine in self._engines.values()],
+            leases=len(self._store.leases),
+            movers=self._movers.describe(),
+            storage=self._tiering.describe(),
+        )
+
+    def _durations(self) -> Iterator[tuple[tuple[str, str], Histogram]]:
+        """Tier and direction, and how long copies took."""
+        yield from self._transfers.durations.items()
+        yield from self._tiering.durations.items()
 
     def _leases(self, peer: Peer, request: Request) -> Body:  # noqa: ARG002
         return leases(self._store, self._clock())

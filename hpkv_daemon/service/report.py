@@ -27,6 +27,10 @@ class Identity:
     pool_path: str
     pool_bytes: int
     policy: str
+    metrics: str = ""
+    """``HOST:PORT`` of ``/metrics``, empty without."""
+    events: str = ""
+    """Where KV events are published, empty without."""
 
 
 def describe(
@@ -49,6 +53,8 @@ def describe(
         "instance": identity.instance,
         "uptime_seconds": round(uptime, 3),
         "socket": identity.socket,
+        "metrics": identity.metrics,
+        "events": identity.events,
         "pool": _pool(identity, store),
         "namespaces": _namespaces(store, engines, explanations),
         "quotas": [
@@ -166,6 +172,8 @@ def _engine(engine: Engine, counted: Body) -> Body:
         "ready": engine.ready,
         "problem": engine.problem,
         "namespace": engine.namespace,
+        "key_namespace": engine.key_namespace.hex(),
+        "group": engine.group,
         "block_tokens": engine.block_tokens,
         "block_bytes": engine.layout.block_bytes if engine.layout else 0,
         "counters": counted,

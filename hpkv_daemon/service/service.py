@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from hpkv_client import wire
+from hpkv_client.counters import EngineTotals
 from hpkv_client.errors import (
     Busy,
     CopyFailed,
@@ -23,6 +24,7 @@ from hpkv_client.errors import (
 from hpkv_client.types import Keys
 from hpkv_client.wire import PROTOCOL, Body, Request
 from hpkv_daemon.core.admission import WritePolicy
+from hpkv_daemon.core.counts import MOST_APART
 from hpkv_daemon.core.index import NONE
 from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.faults import Faults
@@ -32,11 +34,13 @@ from hpkv_daemon.service.engines import Engine, Rank
 from hpkv_daemon.service.events import EventLog
 from hpkv_daemon.service.explain import Explanations
 from hpkv_daemon.service.importing import Opener
+from hpkv_daemon.service.kv_events import EventStream
 from hpkv_daemon.service.live import LiveSettings, SettingVerbs
 from hpkv_daemon.service.movers import Movers
 from hpkv_daemon.service.operators import Operators
 from hpkv_daemon.service.report import Identity
 from hpkv_daemon.service.sessions import REMOTE_UID, Peer, Reactor, Session, SessionTable
+from hpkv_daemon.service.snapshot import Snapshot
 from hpkv_daemon.service.tiering import Tiering
 from hpkv_daemon.service.transfers import Caller, Transfers
 from hpkv_daemon.tiers.base import Tier
@@ -103,25 +107,27 @@ class Service:
         self._tiering = Tiering(store, tier(self._awake), reactor, writes, self._awake, open_storage)
         self._explanations = Explanations(store, self._events)
         self._counters: Counter[str] = Counter()
+        self._engine_totals = EngineTotals(MOST_APART)
+        self._operators = Operators(
+            store,
+            identity,
+            clock,
+            self._awake,
+            self._engines,
+            self._sessions,
+            self._movers,
+            self._transfers,
+            self._tiering,
+            self._explanations,
+            self._events,
+            self._counters,
+        )
         settings.on_change("lease_seconds", lambda _: None)
         settings.on_change("quotas", store.blocks.set_quotas)
         self._open_verbs: dict[str, Callable[[Peer, Request], Body | None]] = {
             "hello": self._hello,
             **SettingVerbs(settings, self._answer).verbs,
-            **Operators(
-                store,
-                identity,
-                clock,
-                self._awake,
-                self._engines,
-                self._sessions,
-                self._movers,
-                self._transfers,
-                self._tiering,
-                self._explanations,
-                self._events,
-                self._counters,
-            ).verbs,
+            **self._operators.verbs,
         }
         self._session_verbs: dict[str, Callable[[Peer, Request, Session], Body | None]] = {
             "bye": self._bye,
@@ -245,8 +251,9 @@ class Service:
         return {}
 
     def _heartbeat(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
-        session.counters = request.body["counters"]
         engine = self._engines.get(session.engine)
+        told, session.counters = session.counters, request.body["counters"]
+        self._engine_totals.told(engine.model if engine else "", told, session.counters)
         return {
             "epoch": self._identity.epoch,
             "ready": engine is not None and engine.ready,
@@ -316,6 +323,7 @@ class Service:
         )
         engine.admit(rank, body["world"], body["namespace"])
         engine.fields = body["fields"]
+        engine.key_namespace, engine.group = body["key_namespace"] or b"", body["group"]
         self._engines[engine.name] = engine
         if engine.complete:
             self._complete(engine)
@@ -342,6 +350,8 @@ class Service:
             fingerprint = engine.prove()
             assert engine.layout is not None
             engine.namespace = self._store.open_namespace(fingerprint, engine.layout.block_bytes, engine.model)
+            home = self._store.blocks.namespaces[engine.namespace]
+            home.block_tokens, home.group = engine.block_tokens, engine.group
             self._explanations.opened(engine.namespace, engine)
             for rank in engine.ranks.values():
                 if rank.attachment:
@@ -400,6 +410,7 @@ class Service:
             coming = self._tiering.bring(engine.namespace, keys[hit - 1] if hit else None, keys[hit:])
         self._explanations.looked_up(engine, request.body["request"], keys, hit, coming, self._clock())
         counters["matched_blocks"] += hit
+        self._store.blocks.namespaces[engine.namespace].counts.looked_up(len(keys), hit, coming)
         return {"hit": hit, "lease": lease.number if lease else 0, "coming": coming}
 
     def _acquire(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
@@ -419,6 +430,7 @@ class Service:
         asked = [*hits, *missed]
         coming = self._tiering.bring_each(engine.namespace, missed) if missed else 0
         self._explanations.looked_up(engine, request.body["request"], asked, hit, coming, self._clock())
+        self._store.blocks.namespaces[engine.namespace].counts.looked_up(len(keys), hit, coming)
         return {"found": found, "lease": lease.number if lease else 0, "coming": coming}
 
     def _contains(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
@@ -474,6 +486,17 @@ class Service:
     def _cancel(self, peer: Peer, request: Request, session: Session) -> Body:
         caller = self._caller(peer, request, session)
         return {"running": self._transfers.cancel(caller, request.body["job"])}
+
+    # -- for operators ------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """All that is counted, as of now; the caller may read it in another thread."""
+        return self._operators.snapshot(self._engine_totals)
+
+    def stream_events(self, now: Callable[[], float], send: Callable[[int, bytes], None]) -> EventStream:
+        """From now on tell of every block that comes into memory or leaves it. ``now`` is the wall clock."""
+        stream = self._store.blocks.watcher = EventStream(self._store.blocks, self._reactor, now, send)
+        return stream
 
     # -- time ---------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from hpkv_client.errors import Busy, HpkvError, UsageError
 from hpkv_client.types import BlockKey
 from hpkv_client.wire import Body
 from hpkv_daemon.core.admission import WritePolicy
+from hpkv_daemon.core.counts import Histogram
 from hpkv_daemon.core.departures import Reason
 from hpkv_daemon.core.index import NONE
 from hpkv_daemon.core.store import BlockStore, Reservation
@@ -22,6 +23,8 @@ from hpkv_daemon.tiers.base import Changed, Done, Inventory, Outcome, Recovered,
 log = logging.getLogger(__name__)
 
 OWNER = "(tier)"
+BATCH_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Buckets of the time from the submission of a batch until it is over."""
 MOST_PROMISED = 4096
 """Blocks that one look-up has brought back at most."""
 
@@ -58,6 +61,8 @@ class Tiering:
         """The directory that is being opened for an import."""
         self._import_problem: HpkvError | None = None
         self._scrubbed = Scrubbed(0, 0, 0, 0)
+        self.durations = {("disk", direction): Histogram(BATCH_SECONDS) for direction in ("load", "store")}
+        """How long batches took, by their direction as engines see it."""
         reactor.add_reader(tier.fileno(), self.poll)
         tier.recover()
 
@@ -154,12 +159,17 @@ class Tiering:
             log.info("storage is ready")
 
     def _over(self, done: Done) -> None:
-        if self._behind.over(done) or (self._import is not None and self._import.written(done)):
+        written = self._behind.over(done) or (self._import is not None and self._import.written(done))
+        self.durations["disk", "store" if written else "load"].observe(done.seconds)
+        if written:
             return
+        seconds = done.seconds / max(1, len(done.outcomes))
         for reservation, outcome in zip(self._reading.pop(done.ticket, []), done.outcomes, strict=True):
             slot = reservation.slots[0]
             self._coming.discard((self._blocks.table.namespace[slot], self._blocks.key_of(slot)))
             if outcome is Outcome.OK:
+                home = self._blocks.namespace_of(slot)
+                home.counts.reads.add(1, home.block_bytes, seconds)
                 self._store.commit(reservation, "promoted")
             else:
                 key = self._blocks.key_of(slot)

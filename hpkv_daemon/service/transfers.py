@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hpkv_client.errors import CopyFailed, HpkvError, NotRegistered, UsageError
 from hpkv_client.types import Keys
 from hpkv_client.wire import Body, unpack_blocks
+from hpkv_daemon.core.counts import Histogram
 from hpkv_daemon.core.index import NONE
 from hpkv_daemon.core.store import KEPT, BlockStore
 from hpkv_daemon.faults import Faults
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 
 STORE_JOB_SECONDS = 30.0
 """A store job whose ranks have not all asked by then is given up: one of them is gone."""
+
+COPY_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Buckets of the time from a rank's request until its copy is over."""
 
 Answer = Callable[[bytes, int, Body | HpkvError], None]
 """Sends a deferred reply: (identity, request id, body or error)."""
@@ -46,6 +50,8 @@ class _Load:
     ticket: int
     blocks: int
     body: Body
+    namespace: int
+    started: float
 
 
 class Transfers:
@@ -73,6 +79,8 @@ class Transfers:
         self._loads: dict[tuple[str, int, int], _Load] = {}
         self._unsettled: list[tuple[Engine, StoreJob]] = []
         self.counters: Counter[str] = Counter()
+        self.durations = {("memory", direction): Histogram(COPY_SECONDS) for direction in ("load", "store")}
+        """By tier and direction: how long ranks waited for copies that succeeded."""
 
     def _over(self, caller: Caller, end: Callable[..., None], *arguments: object) -> None:
         """A copy of the caller is over. If its end fails in a way nobody expects, the caller must not wait for it."""
@@ -101,11 +109,14 @@ class Transfers:
         lease, slots = self._store.acquire_each(namespace, list(keys), caller.engine.name, deadline)
         self.counters["requested_blocks"] += len(keys)
         found = bytes(slot != NONE for slot in slots)
+        counts = self._store.blocks.namespaces[namespace].counts
         if lease is None:
+            counts.looked_up(len(keys), 0, 0)
             self._answer(caller.identity, caller.request, {"found": found})
             return
         self._store.hold(lease)
         self.counters["matched_blocks"] += len(lease.pinned)
+        counts.looked_up(len(keys), sum(found), 0)
         wanted = [block for block, slot in zip(blocks, slots, strict=True) if slot != NONE]
         here = [slot for slot in slots if slot != NONE]
         self._start_load(caller, body["job"], lease.number, here, wanted, {"found": found})
@@ -123,7 +134,8 @@ class Transfers:
             self._end_lease(caller, lease, body)
             self.counters["load_failures"] += 1
             raise CopyFailed(f"load {job} cannot start now", "recompute the blocks")
-        self._loads[key] = _Load(caller, job, lease, ticket, len(blocks), body)
+        namespace, now = _namespace(caller.engine), self._awake()
+        self._loads[key] = _Load(caller, job, lease, ticket, len(blocks), body, namespace, now)
 
     def _end_lease(self, caller: Caller, lease: int, body: Body) -> None:
         self._store.end_transfer(lease, self._lease_deadline())
@@ -148,6 +160,8 @@ class Transfers:
             self.counters["loaded_blocks"] += load.blocks
             self.counters["loaded_bytes"] += done.bytes_moved
             self.counters["load_microseconds"] += int(done.seconds * 1e6)
+            self._store.blocks.namespaces[load.namespace].counts.loads.add(load.blocks, done.bytes_moved, done.seconds)
+            self.durations["memory", "load"].observe(self._awake() - load.started)
             if self._faults.at("reply").fail:
                 return
             self._answer(caller.identity, caller.request, load.body)
@@ -197,7 +211,8 @@ class Transfers:
         else:
             reservation = self._store.reserve_each(namespace, keys, engine.name)
         self.counters["offered_blocks"] += len(keys)
-        job = StoreJob(number, keys, parent, chained, reservation, self._awake(), set(engine.ranks), engine.turn)
+        ranks = set(engine.ranks)
+        job = StoreJob(number, keys, parent, chained, reservation, self._awake(), ranks, namespace, engine.turn)
         engine.turn += sum(slot >= 0 for slot in reservation.slots)
         engine.stores[number] = job
         return job
@@ -209,17 +224,21 @@ class Transfers:
             return
         offsets, wanted = zip(*mine, strict=True)
         copy = CopyJob(caller.rank.attachment, Direction.STORE, job.number, offsets, wanted)
-        ticket = self._movers.submit(copy, lambda done: self._over(caller, self._part_done, caller, job, done))
+        now = self._awake()
+        ticket = self._movers.submit(copy, lambda done: self._over(caller, self._part_done, caller, job, now, done))
         if ticket is None:
             job.failed = True
             job.replies.append((caller.identity, caller.request))
         else:
             job.copying.add((caller.rank.device, ticket))
 
-    def _part_done(self, caller: Caller, job: StoreJob, done: Done) -> None:
+    def _part_done(self, caller: Caller, job: StoreJob, started: float, done: Done) -> None:
         job.copying.discard((caller.rank.device, done.ticket))
         if done.outcome is Outcome.OK:
-            caller.rank.written_blocks += done.bytes_moved // max(1, caller.rank.shard.block_bytes)
+            written = done.bytes_moved // max(1, caller.rank.shard.block_bytes)
+            caller.rank.written_blocks += written
+            self._store.blocks.namespaces[job.namespace].counts.stores.add(written, done.bytes_moved, done.seconds)
+            self.durations["memory", "store"].observe(self._awake() - started)
         else:
             job.failed = True
         self.counters["store_microseconds"] += int(done.seconds * 1e6)

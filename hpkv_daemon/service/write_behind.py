@@ -232,7 +232,10 @@ class WriteBehind:
             return False
         slots, size = written
         self._written_bytes -= size
-        for slot in slots:
+        for slot, outcome in zip(slots, done.outcomes, strict=True):
+            if outcome is Outcome.OK:
+                home = self._blocks.namespace_of(slot)
+                home.counts.writes.add(1, home.block_bytes, done.seconds / len(slots))
             self._blocks.unpin(slot)
         if self._draining:
             self._drained_blocks += done.outcomes.count(Outcome.OK)

@@ -172,6 +172,8 @@ REPLIES = {
         "instance",
         "uptime_seconds",
         "socket",
+        "metrics",
+        "events",
         "pool",
         "namespaces",
         "quotas",

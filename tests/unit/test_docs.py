@@ -11,6 +11,7 @@ from hpkv_client.settings import FAULTS_CONFIRMATION, SETTINGS
 from hpkv_client.wire import VERBS, version_text
 from hpkv_daemon.cli import hpkvd
 from hpkv_daemon.faults import ACTIONS, POINTS
+from hpkv_daemon.service.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,3 +53,8 @@ def test_fault_hooks_are_explained_in_full() -> None:
     section = text("CONTRIBUTING.md").partition("### Fault hooks")[2]
     for word in (*POINTS, *ACTIONS, FAULTS_CONFIRMATION):
         assert word in section, word
+
+
+def test_the_table_of_metrics_is_that_of_the_code() -> None:
+    rows = [f"| `{one.name}` | {one.kind} | {', '.join(one.labels)} | {one.help} |" for one in METRICS]
+    assert [line for line in text("docs/metrics.md").splitlines() if line.startswith("| `hpkv_")] == rows

@@ -21,6 +21,7 @@ from hpkv_client.errors import HpkvError
 from hpkv_client.settings import from_environment
 from hpkv_vllm import compat
 from hpkv_vllm.metadata import RankParts, StepMetadata
+from hpkv_vllm.metrics import CounterMetrics, CounterStats
 from hpkv_vllm.plugin import SWITCH
 from hpkv_vllm.scheduler import SchedulerConnector
 from hpkv_vllm.worker import WorkerConnector
@@ -154,6 +155,29 @@ class HpkvConnectorV1(KVConnectorBase_V1, SupportsHMA):
         """Everything the ranks report."""
         if self._scheduler:
             self._scheduler.take_output(connector_output)
+
+    def get_kv_connector_stats(self) -> CounterStats | None:
+        """What this process counted since the last step."""
+        side = self._scheduler or self._worker
+        return side.changes.take() if side else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CounterStats:
+        """In the API server: what its engines counted."""
+        return CounterStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> CounterMetrics | None:
+        """In the API server: where it is told."""
+        if not enabled():
+            return None
+        return CounterMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def has_pending_push_work(self) -> bool:
         """Keep stepping until the sources of all stores are free."""

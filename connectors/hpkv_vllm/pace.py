@@ -40,6 +40,10 @@ class Speed:
             return None
         return statistics.median(self._samples)
 
+    def latest(self) -> float | None:
+        """The same, however old; None when nothing was ever measured."""
+        return statistics.median(self._samples) if self._samples else None
+
 
 class Pace:
     """Decides for each hit. ``now`` is monotonic seconds; one thread."""

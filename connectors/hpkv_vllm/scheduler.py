@@ -20,6 +20,7 @@ from hpkv_vllm.identity import Adapters, fingerprint, machine_id, namespace_fiel
 from hpkv_vllm.keys import PrefixKeys
 from hpkv_vllm.lookup import MAX_KEYS, Directory, Lookup
 from hpkv_vllm.metadata import Load, Part, Piece, RankParts, StepMetadata, Store, WorkerMetadata
+from hpkv_vllm.metrics import Changes
 from hpkv_vllm.pace import LEAST_TOKENS, Pace
 from hpkv_vllm.pins import Pins
 from hpkv_vllm.reloads import Epoch
@@ -78,9 +79,12 @@ class SchedulerConnector:
         log.info("HPKV: namespace %s, %d KV-cache groups", namespace.hex(), len(groups))
         self._adapters = Adapters()
         self._counters: Counter[str] = Counter()
+        self.changes = Changes(self._counters)
+        """What is counted, for the engine's own metrics."""
         self._directory = Directory(settings, (), self._counters)
         self._epoch = Epoch()
-        self._pace = Pace() if settings.load_when == "faster" else None
+        self._pace = Pace()
+        self._may_recompute = settings.load_when == "faster"
         self._steps = itertools.count(1)
         self._timed: dict[int, tuple[int, float]] = {}
         """Number of a step that is timed -> its tokens, and when it was planned."""
@@ -159,7 +163,7 @@ class SchedulerConnector:
         held = state.lookup is not None and state.lookup.leases
         if not held or tokens <= local_tokens or local_tokens % self._alignment:
             return 0, False
-        if self._pace is not None and not self._pace.worth_loading(time.monotonic()):
+        if self._may_recompute and not self._pace.worth_loading(time.monotonic()):
             self._counters["hits_recomputed"] += 1
             self._counters["hit_tokens_recomputed"] += tokens - local_tokens
             self._directory.drop(state.lookup)
@@ -241,7 +245,7 @@ class SchedulerConnector:
         """Whether the step is worth timing."""
         # A step whose end no rank reported is not waited for.
         self._timed.pop(number - _TIMED_STEPS, None)
-        if self._pace is None or tokens < LEAST_TOKENS:
+        if tokens < LEAST_TOKENS:
             return False
         self._timed[number] = tokens, time.monotonic()
         return True
@@ -313,6 +317,7 @@ class SchedulerConnector:
         self, part: Part, parent: bytes | None, keys: list[bytes], blocks: list[int], metadata: StepMetadata
     ) -> None:
         store = Store(part.name, next(self._jobs), not part.window_tokens, parent, b"".join(keys), blocks)
+        self._counters["stores"] += 1
         self._pins.pin(store.job, blocks)
         metadata.stores.append(store)
 
@@ -329,10 +334,11 @@ class SchedulerConnector:
             self._directory.release(load.leases)
             state = self._requests.get(request_id)
             if request_id not in failed:
-                if self._pace is not None:
-                    self._pace.loading.sample(load.tokens, now - load.planned, now)
+                self._pace.loading.sample(load.tokens, now - load.planned, now)
+                self._count_saved(load.tokens, now - load.planned)
                 continue
             self._counters["load_failures"] += 1
+            self._counters["hit_tokens_failed"] += load.tokens
             if state is not None:
                 # What the daemons still have is asked for once more; vLLM has given the blocks of this load back.
                 state.failures += 1
@@ -347,6 +353,13 @@ class SchedulerConnector:
             for job, count in metadata.stored.items():
                 self._pins.through(job, count)
         self._last_output = now
+
+    def _count_saved(self, tokens: int, seconds: float) -> None:
+        """A load took so long; computing the tokens would have taken what the engine's speed tells."""
+        self._counters["load_wait_microseconds"] += int(seconds * 1e6)
+        speed = self._pace.computing.latest()
+        if speed:
+            self._counters["saved_prefill_microseconds"] += int(tokens / speed * 1e6)
 
     def _weights_changed(self) -> None:
         """Requests that began before keep KV of both weights; those that come are cached under a salt of their own."""
@@ -364,7 +377,7 @@ class SchedulerConnector:
     def _time(self, step: int, now: float) -> None:
         """A timed step has ended. It began when it was planned, or when the step before it ended."""
         tokens, planned = self._timed.pop(step, (0, 0.0))
-        if tokens and self._pace is not None:
+        if tokens:
             self._pace.computing.sample(tokens, now - max(planned, self._last_output), now)
 
     @property

@@ -28,6 +28,7 @@ from hpkv_vllm import compat, reloads
 from hpkv_vllm.cuda_export import ComputeStream
 from hpkv_vllm.identity import machine_id
 from hpkv_vllm.metadata import RankParts, StepMetadata, WorkerMetadata
+from hpkv_vllm.metrics import Changes
 from hpkv_vllm.order import StreamOrder
 from hpkv_vllm.regions import GpuMemory
 from hpkv_vllm.shards import PartShard, shards_of
@@ -80,6 +81,8 @@ class WorkerConnector:
         """Changes of the weights since the engine started."""
         self._counters: Counter[str] = Counter()
         """For operators: told by the session of the first part."""
+        self.changes = Changes(self._counters)
+        """The same, for the engine's own metrics."""
         self._parts: RankParts | None = None
         self._channel: Channel | None = None
         self._gpu: GpuMemory | None = None

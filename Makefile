@@ -82,10 +82,12 @@ check: venv ## Lint, types, import contracts and the fast tests: under 3 minutes
 	$(SAY) "import contracts"
 	@$(BIN)/lint-imports
 	$(SAY) "tests without an engine"
-	@$(BIN)/pytest -m "not engine and not fuzz"
+	@$(BIN)/pytest -m "not engine and not fuzz and not systemd"
 
 .PHONY: test
-test: check ## What check does, fuzzing for two minutes, and the tests on the real engine.
+test: check ## What check does, the package under systemd, fuzzing for two minutes, the tests on the real engine.
+	$(SAY) "the Debian package under a real systemd"
+	@$(BIN)/pytest -m systemd
 	$(SAY) "fuzzing (HPKV_FUZZ_SECONDS of 60 for each target)"
 	@$(BIN)/pytest -m fuzz
 	$(SAY) "tests on the real engine (many minutes)"
@@ -101,6 +103,10 @@ bench: venv ## Run all benchmarks; results and plots go to benchmarks/results.
 	$(SAY) "installing what plots need"
 	@$(call install,-e '.[benchmarks]')
 	@$(BIN)/python -m benchmarks.all
+
+.PHONY: deb
+deb: venv ## Build the Debian package into dist/, for this system's /usr/bin/python3.
+	@$(BIN)/python deb/build.py dist
 
 .PHONY: clean
 clean: ## Remove the demo's files and every cache; .venv stays ('rm -rf .venv' removes that).

@@ -7,6 +7,7 @@ peer cannot point the daemon at somebody else's descriptor. Seals forbid shrinki
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -16,6 +17,8 @@ from hpkv_client.errors import LayoutRefused
 from hpkv_client.types import MemoryHandle
 
 _PREFIX = "hpkv-"
+_PIDFD_GETFD = 438
+"""asm/unistd.h, the same for every architecture."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -44,19 +47,42 @@ def map_shared(handle: MemoryHandle) -> mmap.mmap:
     path = f"/proc/{handle.pid}/fd/{handle.fd}"
     expected = f"/memfd:{handle.name} (deleted)"
     try:
-        if not handle.name.startswith(_PREFIX) or os.readlink(path) != expected:
+        if not handle.name.startswith(_PREFIX):
             raise LayoutRefused(f"{path} is not the memory {handle.name!r} of the peer")
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = _open(handle, path, expected)
     except OSError as problem:
         raise LayoutRefused(
             f"cannot open {path}: {problem.strerror}",
-            "run hpkvd in the engine's PID namespace, as the engine's user or as root",
+            "run hpkvd in the engine's PID namespace, as the engine's user, with CAP_SYS_PTRACE, or as root",
         ) from None
     try:
         if os.readlink(f"/proc/self/fd/{fd}") != expected:
-            raise LayoutRefused(f"{path} changed while it was opened")
+            raise LayoutRefused(f"{path} is not the memory {handle.name!r} of the peer, or changed while it was opened")
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(fd).st_size < handle.size:
             raise LayoutRefused(f"the memory {handle.name!r} is not sealed or smaller than {handle.size} bytes")
         return mmap.mmap(fd, handle.size)
     finally:
         os.close(fd)
+
+
+def _open(handle: MemoryHandle, path: str, expected: str) -> int:
+    try:
+        if os.readlink(path) != expected:
+            raise LayoutRefused(f"{path} is not the memory {handle.name!r} of the peer")
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except PermissionError:
+        # The directory is closed to other users, whatever else they may do; CAP_SYS_PTRACE opens this way instead.
+        return _take(handle)
+
+
+def _take(handle: MemoryHandle) -> int:
+    """A copy of a peer's descriptor, by pidfd_getfd(2)."""
+    pidfd = os.pidfd_open(handle.pid)
+    try:
+        fd = int(ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, handle.fd, 0))
+        if fd < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        return fd
+    finally:
+        os.close(pidfd)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hpkv_client.errors import ConfigError, NotPermitted
@@ -28,6 +30,21 @@ def ensure_directory(path: Path, purpose: str, mode: int = 0o700) -> None:
         raise ConfigError(f"{purpose} {path} is not a directory", "move the file away, or choose another path")
     _check_owner(path, info, purpose)
     _check_writable(path, purpose)
+
+
+@contextmanager
+def acting_as_owner(directory: Path) -> Iterator[None]:
+    """For root, who may do anything: do with a service's files what its user could do, and nothing more.
+
+    Others act as themselves, and root does where the directory is missing. Not for processes with threads.
+    """
+    owner = directory.stat().st_uid if os.geteuid() == 0 and directory.exists() else os.geteuid()
+    ours = os.geteuid()
+    os.seteuid(owner)
+    try:
+        yield
+    finally:
+        os.seteuid(ours)
 
 
 def _create(path: Path, purpose: str, mode: int) -> None:

@@ -42,6 +42,8 @@ _MODULES = {
     "config": "config",
     "reload": "config",
     "keygen": "keys",
+    "install-service": "installation",
+    "completion": "completion",
     "version": "query",
 }
 

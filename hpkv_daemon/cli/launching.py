@@ -19,6 +19,7 @@ from hpkv_client.launch import listener
 from hpkv_client.settings import SETTINGS, Settings
 from hpkv_daemon.cli.options import connected
 from hpkv_daemon.cli.reporting import failure_in
+from hpkv_daemon.directories import acting_as_owner
 from hpkv_daemon.locks import Holder, InstanceLock, ensure_socket_directory, instance_holder
 
 _POLL_SECONDS = 0.02
@@ -202,7 +203,7 @@ def stop_daemon(socket_path: Path, timeout: float, force: bool) -> tuple[int, Pa
         os.close(process)
     if force and instance_holder(socket_path) is None:
         # A killed daemon could not clean up behind itself. If the socket is a service manager's, it stays.
-        with suppress(Busy), InstanceLock(socket_path):
+        with suppress(Busy), acting_as_owner(socket_path.parent), InstanceLock(socket_path):
             pass
     return holder.pid, Path(holder.pool).parent if holder.pool else None
 

@@ -138,9 +138,11 @@ def stop(timeout: float, force: bool, discard: bool, **flags: Any) -> None:
 
 def _discard(directory: Path, ended: bool) -> None:
     from hpkv_client.values import format_size
+    from hpkv_daemon.directories import acting_as_owner
     from hpkv_daemon.pool.file import discard
 
-    freed = discard(directory)
+    with acting_as_owner(directory):
+        freed = discard(directory)
     if freed:
         note(f"removed the pool in {directory}: {format_size(freed)} are free again")
     elif not ended:

@@ -87,11 +87,10 @@ class Locked:
 
 
 @dataclass(frozen=True, slots=True)
-class Short:
-    """The blocks of an attached rank lie in pieces of as few bytes as this: too short for the device's link."""
+class Notice:
+    """Something that an operator should know; a mover says it once."""
 
-    attachment: int
-    bytes: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ class Died:
     reason: str
 
 
-Event = Attached | Done | Alive | Locked | Short | Died
+Event = Attached | Done | Alive | Locked | Notice | Died
 
 
 class Mover(Protocol):

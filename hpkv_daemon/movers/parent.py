@@ -24,8 +24,8 @@ from hpkv_daemon.movers.base import (
     Done,
     Event,
     Locked,
+    Notice,
     Outcome,
-    Short,
 )
 
 _TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x8000"
@@ -123,8 +123,8 @@ class ProcessMover:
                 yield Alive()
             elif verb == "locked":
                 yield Locked(rest[0])
-            elif verb == "short":
-                yield Short(number, rest[0])
+            elif verb == "notice":
+                yield Notice(rest[0])
             elif verb == "dying":
                 self._last_words = rest[0]
             else:

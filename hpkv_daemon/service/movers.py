@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hpkv_client.errors import Busy, NoSuchDevice
-from hpkv_daemon.movers.base import Attached, Attachment, CopyJob, Died, Done, Locked, Mover, Outcome, Short
+from hpkv_daemon.movers.base import Attached, Attachment, CopyJob, Died, Done, Locked, Mover, Notice, Outcome
 from hpkv_daemon.movers.cuda.mover import PREFIX, uuid_of
 from hpkv_daemon.service.sessions import Reactor
 
@@ -210,13 +210,8 @@ class Movers:
                     state.attachments[event.attachment][1](event)
             elif isinstance(event, Locked):
                 state.locked_bytes = event.bytes
-            elif isinstance(event, Short):
-                log.warning(
-                    "mover %s: blocks in pieces of %d bytes, too short for the GPU's link; "
-                    "a larger --block-size or another KV layout makes them longer",
-                    device,
-                    event.bytes,
-                )
+            elif isinstance(event, Notice):
+                log.warning("mover %s: %s", device, event.text)
             elif isinstance(event, Died):
                 self._fail(device, state, state.condemned or event.reason)
                 return

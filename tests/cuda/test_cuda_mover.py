@@ -162,6 +162,17 @@ def test_the_pool_is_page_locked_in_the_background(node: GpuNode, stack: ExitSta
     wait_until(lambda: node.observed.ask("info")["movers"][0]["page_locked_bytes"] == size, 20)
 
 
+def test_a_pool_that_cannot_be_page_locked_fails_copies_and_says_why_once(node: GpuNode, stack: ExitStack) -> None:
+    node.fail("cuMemHostRegister_v2 0 2")
+    writer, _ = big_pair(node, stack)
+    for _ in range(3):
+        assert writer.store(PREFIX, range(BLOCKS)) == 0
+    (line,) = [line for line in node.observed.handle.text().splitlines() if "copies fail" in line]
+    assert f"mover cuda:{FIRST}: copies fail: memory cannot be page-locked: cuMemHostRegister_v2: CUDA_ERROR" in line
+    node.calm()
+    assert writer.store(PREFIX, range(BLOCKS)) == BLOCKS
+
+
 def test_only_the_mover_loads_the_driver(node: GpuNode, stack: ExitStack) -> None:
     big_pair(node, stack)
     assert "libcuda" in node.observed.maps()
@@ -317,11 +328,10 @@ OPENING = [
     "cuGetProcAddress_v2",
     "cuIpcOpenMemHandle_v2",
 ]
-CODES = [2, 999]
+CODES = [2, 999, 801]
 
 
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("call", OPENING)
+@pytest.mark.parametrize(("call", "code"), [(call, CODES[n % len(CODES)]) for n, call in enumerate(OPENING)])
 def test_a_call_that_fails_while_a_gpu_is_opened_refuses_it_and_may_be_tried_again(
     node: GpuNode, stack: ExitStack, call: str, code: int
 ) -> None:
@@ -339,16 +349,14 @@ def test_a_call_that_fails_while_a_gpu_is_opened_refuses_it_and_may_be_tried_aga
 COPYING = ["cuMemcpyBatchAsync", "cuEventRecord", "cuEventQuery", "cuMemHostRegister_v2"]
 
 
-@pytest.mark.parametrize("code", [2, 700])
-@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize(("nth", "code"), [(1, 2), (2, 700)])
 @pytest.mark.parametrize("call", COPYING)
 def test_a_call_that_fails_during_copies_costs_copies_and_no_byte(
     node: GpuNode, stack: ExitStack, call: str, nth: int, code: int
 ) -> None:
     writer, reader = big_pair(node, stack)
     node.fail(f"{call} {nth} {code}")
-    kept = writer.store(PREFIX, range(BLOCKS))
-    assert kept in (0, BLOCKS)
+    assert writer.store(PREFIX, range(BLOCKS)) in (0, BLOCKS)
     node.calm()
     for rank in (writer, reader):
         wait_until(lambda rank=rank: rank.call("heartbeat")["ready"], 10)  # type: ignore[misc]

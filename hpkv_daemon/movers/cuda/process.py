@@ -30,6 +30,7 @@ _LOOK_SECONDS = 50e-6
 """Between two looks at the events while the device works."""
 _LOCK_SECONDS = 5e-3
 """Between two extents that are page-locked ahead of use: an engine that starts needs the machine, too."""
+_MOST_NOTICES = 32
 
 
 class _Gpu:
@@ -56,6 +57,7 @@ class MoverProcess:
         self._gpu: _Gpu | None = None
         self._ranks: dict[int, AttachedRank] = {}
         self._leaving: list[AttachedRank] = []
+        self._noticed: set[str] = set()
         self._locked_ahead = True
         """Whether there is more to page-lock ahead of use, and it works."""
 
@@ -103,6 +105,7 @@ class MoverProcess:
                     raise
                 # Copies that need it try again, and say what is wrong.
                 self._locked_ahead = False
+                self._notice(f"the pool cannot be page-locked: {problem}")
         if pool.next_missing is None:
             self._locked_ahead = False
         self._link.send(["locked", 0, pool.locked_bytes])
@@ -158,7 +161,10 @@ class MoverProcess:
                 rank.control.sign(os.getpid())
             self._ranks[number] = rank
             if rank.plan.short_bytes:
-                self._link.send(["short", number, rank.plan.short_bytes])
+                self._notice(
+                    f"blocks in pieces of {rank.plan.short_bytes} bytes, too short for the GPU's link; "
+                    "a larger --block-size or another KV layout makes them longer"
+                )
         self._link.send(["attached", number, problem])
         if lost is not None:
             raise lost
@@ -174,8 +180,15 @@ class MoverProcess:
         self._gpu.lanes[way].add(Job(ticket, rank, attachment, way, job, slots, numbers))
 
     def _finish(self, job: Job, outcome: Outcome, problem: str, seconds: float) -> None:
+        if outcome is Outcome.FAILED:
+            self._notice(f"copies fail: {problem}")
         moved = job.done * job.rank.plan.block_bytes
         self._link.send(["done", job.ticket, outcome, problem, moved, seconds])
+
+    def _notice(self, text: str) -> None:
+        if text not in self._noticed and len(self._noticed) < _MOST_NOTICES:
+            self._noticed.add(text)
+            self._link.send(["notice", 0, text])
 
     def farewell(self, words: str) -> None:
         """Tell the daemon why the process ends."""

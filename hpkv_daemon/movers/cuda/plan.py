@@ -59,9 +59,10 @@ class CopyPlan:
             )
             for run in runs
         ]
-        spans = _spans(straight) if self.block_bytes <= most_staged_bytes else straight
-        count = sum(rows.pieces for rows in straight)
-        self.staged = min((rows.width for rows in straight), default=0) < SHORT_BYTES and 2 * len(spans) <= count
+        spans = _spans(straight)
+        short = min((rows.width for rows in straight), default=SHORT_BYTES) < SHORT_BYTES
+        worthwhile = 2 * len(spans) <= sum(rows.pieces for rows in straight)
+        self.staged = short and worthwhile and self.block_bytes <= most_staged_bytes
         self.rows = spans if self.staged else straight
         self.staged_bytes = self.block_bytes if self.staged else 0
         shortest = min((rows.width for rows in self.rows), default=SHORT_BYTES)

@@ -70,7 +70,7 @@ def namespace_fields(vllm_config: Any, kv_cache_config: Any, weights_id: str) ->
         "KV layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
         "KV groups": _groups_text(kv_cache_config),
         "speculation": str(getattr(speculative, "method", None)),
-        "element order": element_encoding(vllm_config.device_config.device_type),
+        "element order": element_encoding(vllm_config),
     }
     if draft is not None:
         fields |= _model_fields("draft model", draft)
@@ -120,10 +120,20 @@ def _groups_text(kv_cache_config: Any) -> str:
     return "; ".join(specs)
 
 
-def element_encoding(device_type: str) -> str:
-    """How the engine orders the elements of a KV head. CPU kernels pack K in an order of their instruction set."""
+def element_encoding(vllm_config: Any) -> str:
+    """How the engine orders the elements of a KV head.
+
+    CPU kernels pack K in an order of their instruction set. On other devices the order is that of the attention
+    kernels, which vLLM chooses by its version, the device's capability and its configuration; strides do not show it.
+    """
+    device_type = vllm_config.device_config.device_type
     if device_type != "cpu":
-        return device_type
+        import vllm
+        from vllm.platforms import current_platform
+
+        attention = getattr(vllm_config, "attention_config", None)
+        chosen = [getattr(attention, name, None) for name in ("backend", "backend_per_kind", "use_trtllm_attention")]
+        return f"{device_type} {current_platform.get_device_capability()} vllm {vllm.__version__} {_json(chosen)}"
     amx = torch.cpu._is_amx_tile_supported()
     return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()} amx={amx}"
 

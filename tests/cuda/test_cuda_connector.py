@@ -205,3 +205,22 @@ def test_memory_without_a_handle_turns_caching_off(
     assert engine.worker.parts() is None
     engine.step(stores=[a_store(1, [0])])
     assert engine.stored() == {1: 1}
+
+
+def test_kernels_that_may_order_elements_differently_share_nothing() -> None:
+    from hpkv_vllm.identity import element_encoding
+
+    def encoding(device: str, backend: str | None) -> str:
+        attention = SimpleNamespace(backend=backend, backend_per_kind={}, use_trtllm_attention=None)
+        return element_encoding(
+            SimpleNamespace(device_config=SimpleNamespace(device_type=device), attention_config=attention)
+        )
+
+    found = [
+        encoding("cuda", None),
+        encoding("cuda", "FLASHINFER"),
+        encoding("cuda", "FLASH_ATTN"),
+        encoding("cpu", None),
+    ]
+    assert len(set(found)) == len(found)
+    assert encoding("cuda", None) == found[0]

@@ -99,7 +99,7 @@ def serve(
         contextlib.closing(notifier),
         _Stop() as stop,
         InstanceLock(Path(settings.socket), passed is not None) as lock,
-        http_server(settings.metrics, chosen=origins["metrics"] != "default") as http,
+        http_server(settings.metrics, chosen=origins.get("metrics", "default") != "default") as http,
     ):
         goes_first = _claim_priority()
         _claim_descriptors()

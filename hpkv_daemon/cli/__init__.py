@@ -39,6 +39,8 @@ _MODULES = {
     "doctor": "doctor",
     "bench": "bench",
     "support-bundle": "bundle",
+    "dashboard": "monitoring",
+    "alerts": "monitoring",
     "config": "config",
     "reload": "config",
     "keygen": "keys",

@@ -119,7 +119,7 @@ class Blocks:
     def count_apart(self, home: Namespace) -> None:
         """From now on the namespace has counts of its own, unless it has blocks already or too many others have."""
         if home.counts is self.counts[0] and not home.used and len(self.counts) <= MOST_APART:
-            home.counts = BlockCounts(home.fingerprint.hex(), home.tenant)
+            home.counts = BlockCounts(home.fingerprint.hex(), home.tenant, home.block_bytes)
             self.counts.append(home.counts)
 
     def namespace_of(self, slot: int) -> Namespace:
@@ -202,7 +202,6 @@ class Blocks:
         self.usage.resident_blocks += 1
         self.usage.resident_bytes += home.block_bytes
         home.counts.resident += 1
-        home.counts.resident_bytes += home.block_bytes
         home.used = True
         self._refresh(slot)
         self._ledger.kept(slot, number, key, offset, self.table.parent[slot], self.tick)
@@ -236,7 +235,6 @@ class Blocks:
             home.used = True
             home.counts.restored += 1
             home.counts.resident += 1
-            home.counts.resident_bytes += home.block_bytes
             self.usage.resident_blocks += 1
             self.usage.resident_bytes += home.block_bytes
             extent = recorded.offsets[position] // extent_bytes
@@ -296,7 +294,6 @@ class Blocks:
         home = self.namespace_of(slot)
         self.counters["evicted_bytes"] += home.block_bytes
         home.counts.evicted += 1
-        home.counts.evicted_bytes += home.block_bytes
         last_use = self._policy(slot).last_use(slot)
         self._leave(slot)
         self._detach(slot, last_use)
@@ -314,7 +311,6 @@ class Blocks:
         self.usage.resident_blocks -= 1
         self.usage.resident_bytes -= home.block_bytes
         home.counts.resident -= 1
-        home.counts.resident_bytes -= home.block_bytes
 
     def _detach(self, slot: int, last_use: int) -> None:
         parent = self.table.parent[slot]

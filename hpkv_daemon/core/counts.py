@@ -37,6 +37,8 @@ class BlockCounts:
 
     name: str
     model: str
+    block_bytes: int = 0
+    """0 for those that are not counted apart: theirs differ."""
     lookups: int = 0
     deferred_lookups: int = 0
     hit: int = 0
@@ -52,10 +54,8 @@ class BlockCounts:
     withdrawn: int = 0
     restored: int = 0
     evicted: int = 0
-    evicted_bytes: int = 0
     cleared: int = 0
     resident: int = 0
-    resident_bytes: int = 0
     loads: Moved = field(default_factory=Moved)
     """Pool -> engine; each rank's part of a block counts as one."""
     stores: Moved = field(default_factory=Moved)

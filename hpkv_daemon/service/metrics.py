@@ -83,6 +83,18 @@ def _has_storage(snapshot: Snapshot) -> bool:
     return bool(snapshot.storage["budget_bytes"])
 
 
+def _resident_bytes(snapshot: Snapshot) -> Iterable[Sample]:
+    """Those that are not counted apart have what is left."""
+    rest = snapshot.pool.resident_bytes
+    for counts in _shown(snapshot):
+        if counts.block_bytes:
+            size = counts.resident * counts.block_bytes
+            rest -= size
+            yield _labels(counts), size
+        else:
+            yield _labels(counts), rest
+
+
 def _evicted(snapshot: Snapshot) -> Iterable[Sample]:
     yield from _each((("memory",), lambda counts: counts.evicted))(snapshot)
     if _has_storage(snapshot):
@@ -202,7 +214,7 @@ METRICS: tuple[Metric, ...] = (
     _gauge(
         "hpkv_resident_blocks", "Blocks that a look-up finds in memory", _NAMESPACE, _each(((), lambda it: it.resident))
     ),
-    _gauge("hpkv_resident_bytes", "The same in bytes", _NAMESPACE, _each(((), lambda it: it.resident_bytes))),
+    _gauge("hpkv_resident_bytes", "The same in bytes", _NAMESPACE, _resident_bytes),
     _counter(
         "hpkv_lookups_total", "Look-ups, without those of the next row", _NAMESPACE, _each(((), lambda it: it.lookups))
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -180,6 +181,14 @@ def test_names_types_and_labels_are_those_of_the_table(scraper: Scraper) -> None
         assert {frozenset(sample.labels) - {"le"} for sample in family.samples} == {frozenset(known[name].labels)}
 
 
+@pytest.mark.parametrize("asset", ["dashboard.json", "alerts.yml"])
+def test_what_dashboard_and_alerts_ask_for_is_there(scraper: Scraper, asset: str) -> None:
+    text = (ROOT / "hpkv_daemon" / "assets" / asset).read_text()
+    asked = set(re.findall(r"\bhpkv_\w+", text))
+    assert len(asked) > 10
+    assert asked <= scraper.metrics().names
+
+
 def test_the_names_follow_the_rules_of_prometheus() -> None:
     for metric in METRICS:
         assert metric.name.startswith("hpkv_")
@@ -203,6 +212,8 @@ def test_many_namespaces_do_not_make_many_series(scraper: Scraper, live: Observe
     assert metrics.sum("hpkv_engine_lookups_total") >= 70
     assert metrics.sum("hpkv_resident_blocks") == live.stats()["pool_resident_blocks"]
     assert metrics.sum("hpkv_stored_blocks_total", namespace="") >= 6
+    assert metrics.sum("hpkv_resident_bytes") == live.stats()["pool_resident_bytes"]
+    assert metrics.sum("hpkv_resident_bytes", namespace="") == 4096 * metrics.sum("hpkv_resident_blocks", namespace="")
     assert len(metrics.samples) - before < 64 * 60
     assert live.ask("check")["ok"]
 

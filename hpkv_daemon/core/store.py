@@ -14,6 +14,7 @@ from hpkv_daemon.core.departures import Reason
 from hpkv_daemon.core.index import NONE, State, longest_prefix
 from hpkv_daemon.core.leases import Lease, LeaseTable
 from hpkv_daemon.core.ledger import Ledger, Recorded, RecordedNamespace
+from hpkv_daemon.core.pinned import PinnedPrefixes
 from hpkv_daemon.core.policy import Policy
 
 KEPT = -1
@@ -63,6 +64,7 @@ class BlockStore:
     ) -> None:
         self.blocks = Blocks(pool_bytes, policy, extent_bytes, quotas, ledger)
         self.leases = LeaseTable(first_lease)
+        self.pinned = PinnedPrefixes(self.blocks, pool_bytes)
         self._by_fingerprint: dict[bytes, int] = {}
         self._reservations: dict[int, Reservation] = {}
         self._numbers = count(1)
@@ -362,11 +364,12 @@ class BlockStore:
     def clear(self, namespace: int | None = None) -> int:
         """Forget every block of the namespace (None: of all) at once; how many were resident.
 
-        Leases end; blocks being copied become invisible now and are freed when the copy ends; a reservation
-        that was open never becomes visible.
+        Leases and operators' pins end; blocks being copied become invisible now and are freed when the copy ends; a
+        reservation that was open never becomes visible.
         """
         numbers = range(len(self.blocks.namespaces)) if namespace is None else (namespace,)
         before = self.blocks.usage.resident_blocks
+        self.pinned.drop(numbers)
         for lease in self.leases:
             if lease.namespace in numbers and not lease.released:
                 self._end(lease)
@@ -391,11 +394,13 @@ class BlockStore:
     def check(self, other_pins: int = 0) -> None:
         """Raise ``AssertionError`` naming the first broken invariant. ``other_pins``: those that no lease holds."""
         self.blocks.check()
+        self.pinned.check()
         writing = {slot for reservation in self._reservations.values() for slot in reservation.reserved}
         for slot in writing:
             state = self.blocks.table.state[slot]
             assert state in (State.RESERVED, State.VOID), f"slot {slot} is written in state {state}"
         pins = sum(len(lease.pinned) for lease in self.leases)
+        other_pins += len(self.pinned)
         table = self.blocks.table
         kept = sum(table.pins[slot] for slot in range(len(table.state)) if table.state[slot] != State.FREE)
         assert pins + other_pins == kept, f"leases pin {pins} times, others {other_pins} times, slots say {kept}"

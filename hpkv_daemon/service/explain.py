@@ -6,11 +6,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpkv_client.errors import UsageError
 from hpkv_client.types import BlockKey, typed_digest
 from hpkv_client.wire import Body
 from hpkv_daemon.core.departures import REASONS
 from hpkv_daemon.core.index import NONE, State
-from hpkv_daemon.core.popularity import Popularity
+from hpkv_daemon.core.popularity import REMEMBERED, Popularity
 from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.service.engines import Engine
 from hpkv_daemon.service.events import EventLog
@@ -37,6 +38,9 @@ class Lookup:
     asked: int
     hit: int
     reason: str
+    namespace: int | None = None
+    deepest: BlockKey | None = None
+    """The last block that was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,11 @@ class Explanations:
             self._events.tell(
                 "lookup", engine=engine.name, request=request, asked=len(keys), hit=hit, coming=coming, reason=reason
             )
-        self._lookups.append(Lookup(moment, engine.name, request, len(keys), hit, reason))
+        self._lookups.append(
+            Lookup(
+                moment, engine.name, request, len(keys), hit, reason, engine.namespace, keys[hit - 1] if hit else None
+            )
+        )
 
     def _why(self, namespace: int, key: BlockKey) -> str:
         blocks = self._store.blocks
@@ -121,6 +129,25 @@ class Explanations:
             "lookups": wanted[:last],
             "other_namespaces": [other for one in asked for other in self._others(one)],
         }
+
+    def prefixes_named(self, name: str) -> list[tuple[int, BlockKey]]:
+        """Namespace and last block of the prefix that ``hot`` shows under this name. Raises ``UsageError``."""
+        found = [(home, key) for home, key, _ in self._popularity.most(REMEMBERED) if prefix_name(key) == name]
+        if not found:
+            raise UsageError(f"no prefix {name!r} is remembered", "see 'hpkvd hot'")
+        return found
+
+    def prefixes_of(self, request: str) -> list[tuple[int, BlockKey]]:
+        """The same of what the latest look-ups found whose request's id has this text in it. Raises ``UsageError``."""
+        named = [lookup for lookup in self._lookups if request in lookup.request]
+        latest = [lookup for lookup in named if lookup.request == named[-1].request]
+        found: dict[tuple[int, BlockKey], None] = {}
+        for lookup in latest:
+            if lookup.namespace is not None and lookup.deepest is not None:
+                found[lookup.namespace, lookup.deepest] = None
+        if not found:
+            raise UsageError(f"no look-up of {request!r} found anything", "see 'hpkvd explain'")
+        return list(found)
 
     def hot(self, last: int) -> Body:
         """The body of ``hot``: the prefixes that were found most."""

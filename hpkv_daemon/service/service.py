@@ -38,6 +38,7 @@ from hpkv_daemon.service.kv_events import EventStream
 from hpkv_daemon.service.live import LiveSettings, SettingVerbs
 from hpkv_daemon.service.movers import Movers
 from hpkv_daemon.service.operators import Operators
+from hpkv_daemon.service.pinning import PinVerbs
 from hpkv_daemon.service.report import Identity
 from hpkv_daemon.service.sessions import REMOTE_UID, Peer, Reactor, Session, SessionTable
 from hpkv_daemon.service.snapshot import Snapshot
@@ -127,6 +128,7 @@ class Service:
         self._open_verbs: dict[str, Callable[[Peer, Request], Body | None]] = {
             "hello": self._hello,
             **SettingVerbs(settings, self._answer).verbs,
+            **PinVerbs(store, self._explanations).verbs,
             **self._operators.verbs,
         }
         self._session_verbs: dict[str, Callable[[Peer, Request, Session], Body | None]] = {

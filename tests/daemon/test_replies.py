@@ -23,12 +23,13 @@ from pathlib import Path
 from hpkv_client.wire import VERBS
 from hpkv_daemon.service.live import SettingVerbs
 from hpkv_daemon.service.operators import Operators
+from hpkv_daemon.service.pinning import PinVerbs
 from hpkv_daemon.service.service import Service
 
 file = Path(os.environ["HPKV_SOCKET"]).parent / "clumsy"
 
 def clumsy(name, verb):
-    owner = next(owner for owner in (Service, Operators, SettingVerbs) if hasattr(owner, name))
+    owner = next(owner for owner in (Service, Operators, SettingVerbs, PinVerbs) if hasattr(owner, name))
     real = getattr(owner, name)
     def asked():
         return file.read_text() if file.exists() else ""
@@ -76,6 +77,9 @@ def right_body(rank: Rank, verb: str) -> Body:
         "cancel": {"job": job},
         "set": {"name": "log_level", "value": "info"},
     }
+    if verb == "pin":
+        rank.call("match", keys=keys, request="r")
+        return {"request": "r"}
     if verb in ("match", "acquire", "contains"):
         return {"keys": keys}
     return bodies.get(verb, {})
@@ -132,6 +136,7 @@ def test_a_request_gets_exactly_one_reply_though_its_handler_fails(clumsy: Obser
         assert rank.store(hashes("c"), [0], job=3000) == 1
         assert rank.match(hashes("c"))[0] == 1
     assert clumsy.stats()["internal_errors"] - before["internal_errors"] == bool(where)
+    clumsy.ask("clear")
     # Sessions that nobody ended stay as long as this process.
     clumsy.settle(sessions=clumsy.gauges()["sessions"], engines=1)
 

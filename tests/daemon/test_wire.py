@@ -186,6 +186,9 @@ REPLIES = {
     "stats": None,
     "leases": {"leases"},
     "hot": {"prefixes"},
+    "pins": {"pins", "pinned_bytes", "limit_bytes"},
+    "pin": {"pins"},
+    "unpin": {"unpinned"},
     "events": {"latest", "lost", "events"},
     "set": {"name", "before", "now"},
     "reload": {"changed", "needs_restart"},
@@ -211,15 +214,20 @@ def test_every_verb_is_answered_with_these_fields(live: Observed) -> None:
             "get": {"job": job, "keys": keys, "blocks": blocks},
             "store": {"job": job, "parent": None, "keys": keys, "blocks": blocks},
             "contains": {"keys": keys},
-            "match": {"keys": keys},
+            "match": {"keys": keys, "request": "r"},
             "acquire": {"keys": keys},
             "load": {"job": job, "lease": lease, "first": 0, "blocks": blocks},
             "release": {"lease": lease},
             "cancel": {"job": job},
+            "pin": {"request": "r"},
             "set": {"name": "log_level", "value": "info"},
         }.get(verb, {})
 
     for verb, fields in REPLIES.items():
+        if verb == "pin":
+            # What came before has cleared the cache.
+            rank.store(hashes("one"), [0])
+            rank.call("match", **body("match"))
         answer = rank.call(verb, **body(verb))
         if fields is not None:
             assert set(answer) == fields, verb

@@ -73,7 +73,7 @@ demo: venv ## Store a prompt with one engine, serve it to the next (JSON=1: fact
 	@$(BIN)/python examples/demo.py $(if $(filter-out 0,$(JSON)),--json)
 
 .PHONY: check
-check: venv ## Lint, types, import contracts and the fast tests: under 3 minutes.
+check: venv ## Lint, types, import contracts and the fast tests: some minutes.
 	$(SAY) "ruff"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 from hpkv_daemon.tiers.base import Outcome
 from hpkv_daemon.tiers.disk.format import Kind, Record, record_bytes
-from hpkv_daemon.tiers.disk.host import Reply
 from hpkv_daemon.tiers.disk.shared import Item, Shared, place_of
 from hpkv_daemon.tiers.disk.table import Phase, Segment
+from hpkv_daemon.tiers.host import Reply
 
 HOT_SHARE = 0.5
 """Of a segment, at most, is written again: every segment that leaves makes room for new blocks."""

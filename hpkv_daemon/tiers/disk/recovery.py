@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from hpkv_daemon.tiers.base import Outcome, Recovered
 from hpkv_daemon.tiers.disk.format import Record
-from hpkv_daemon.tiers.disk.host import Reply
 from hpkv_daemon.tiers.disk.segments import FileState, Found
 from hpkv_daemon.tiers.disk.shared import Shared, place_of
 from hpkv_daemon.tiers.disk.table import Phase, Segment
+from hpkv_daemon.tiers.host import Reply
 
 RESUME_SHARE = 0.05
 """Of a segment must be free, for more to be appended to it."""

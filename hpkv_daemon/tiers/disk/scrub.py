@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hpkv_daemon.tiers.base import Outcome, Scrubbed
 from hpkv_daemon.tiers.disk.format import Record
-from hpkv_daemon.tiers.disk.host import Reply
 from hpkv_daemon.tiers.disk.shared import Shared, place_of
 from hpkv_daemon.tiers.disk.table import Segment
+from hpkv_daemon.tiers.host import Reply
 
 STEP_RECORDS = 1000
 """Looked at in one go."""

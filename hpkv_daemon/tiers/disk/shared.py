@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from hpkv_daemon.tiers.base import COUNTERS, Direction, Done, Event, Outcome
 from hpkv_daemon.tiers.disk.format import Kind
-from hpkv_daemon.tiers.disk.host import DiskProcess
 from hpkv_daemon.tiers.disk.index import DiskIndex
 from hpkv_daemon.tiers.disk.table import Segment
+from hpkv_daemon.tiers.host import TierProcess
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Item:
 class Shared:
     """See the module. Not thread-safe: the control loop is its only user."""
 
-    def __init__(self, index: DiskIndex, process: DiskProcess, clock: Callable[[], float]) -> None:
+    def __init__(self, index: DiskIndex, process: TierProcess, clock: Callable[[], float]) -> None:
         self.index = index
         self.process = process
         self.clock = clock

@@ -10,13 +10,13 @@ from hpkv_daemon.tiers.base import BlockJob, Changed, Direction, Event, Forgotte
 from hpkv_daemon.tiers.disk import directory
 from hpkv_daemon.tiers.disk.directory import StorageDirectory
 from hpkv_daemon.tiers.disk.format import PAGE, Kind, Record, aligned, footer_bytes
-from hpkv_daemon.tiers.disk.host import DiskProcess, Reply, arguments_of
 from hpkv_daemon.tiers.disk.index import DiskIndex
 from hpkv_daemon.tiers.disk.recovery import Recovery
 from hpkv_daemon.tiers.disk.scrub import STEP_RECORDS, Scrub
 from hpkv_daemon.tiers.disk.shared import Batch, Item, Shared, place_of
 from hpkv_daemon.tiers.disk.table import Segment
 from hpkv_daemon.tiers.disk.writer import Writer
+from hpkv_daemon.tiers.host import Reply, TierProcess
 
 QUEUE_BYTES = 256 << 20
 """Payloads of writes that may be on their way, and as much of reads: each holds a slot of the pool."""
@@ -51,9 +51,16 @@ class DiskTier:
         self._pool_bytes = pool_bytes
         self._queue_bytes = queue_bytes
         self._index = DiskIndex(budget_bytes, segment_bytes or directory.segment_bytes(budget_bytes))
-        arguments = arguments_of(pool_fd, pool_bytes, faults, storage.path, storage.identity, readers)
-        fds = (pool_fd, storage.fileno())
-        self._process = DiskProcess(arguments, fds, self._process_began, self._process_ended, clock)
+        arguments = [pool_fd, pool_bytes, faults, storage.path, storage.identity.hex(), readers]
+        self._process = TierProcess(
+            "hpkv_daemon.tiers.disk.process",
+            "disk",
+            [str(argument) for argument in arguments],
+            (pool_fd, storage.fileno()),
+            self._process_began,
+            self._process_ended,
+            clock,
+        )
         self._shared = Shared(self._index, self._process, clock)
         self._writer = Writer(self._shared)
         self._recovery = Recovery(self._shared, lambda: self._writer.enable(True))

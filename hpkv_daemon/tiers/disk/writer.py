@@ -7,9 +7,9 @@ from collections import deque
 from hpkv_daemon.tiers.base import Outcome
 from hpkv_daemon.tiers.disk.eviction import Eviction
 from hpkv_daemon.tiers.disk.format import Kind, Record
-from hpkv_daemon.tiers.disk.host import Reply
 from hpkv_daemon.tiers.disk.shared import Item, Shared, place_of
 from hpkv_daemon.tiers.disk.table import Segment
+from hpkv_daemon.tiers.host import Reply
 
 ORDER_BYTES = 8 << 20
 """Written by one order; a single block may be larger."""

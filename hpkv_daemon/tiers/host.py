@@ -1,4 +1,4 @@
-"""The daemon's side of the disk process: starts it, carries orders and replies, replaces it when it dies or is mute."""
+"""The daemon's side of a tier's process: starts it, carries orders and replies, replaces it when it dies or is mute."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANSWER_SECONDS = 5.0
 START_SECONDS = 30.0
 """Until it has spoken for the first time: an interpreter on a busy machine takes its time to start."""
 STUCK_SECONDS = 60.0
-"""So is one that completes nothing for so long though it has orders: its disk does not answer."""
+"""So is one that completes nothing for so long though it has orders: its medium does not answer."""
 FIRST_RESTART_SECONDS = 0.5
 LAST_RESTART_SECONDS = 60.0
 STEADY_SECONDS = 120.0
@@ -62,22 +62,29 @@ class _Order:
     on_found: OnFound | None
 
 
-class DiskProcess:
+class TierProcess:
     """One process at a time. Not thread-safe: the control loop is its only user.
 
-    ``arguments`` are those of ``process.py`` after the link, ``fds`` what it inherits. ``on_start`` is called for each
+    It runs ``module``, and is called ``name`` in the log. ``arguments`` are those of the module after the link,
+    ``fds`` what it inherits. ``on_start`` is called for each
     process, before it can have answered anything, ``on_end`` when it is gone, and with it every transfer that it did:
     then every order that is left is replied to with ``DIED``. ``clock`` must stand still while the daemon is stopped.
     """
 
     def __init__(
         self,
+        module: str,
+        name: str,
         arguments: list[str],
         fds: Iterable[int],
         on_start: Callable[[], None],
         on_end: Callable[[], None],
         clock: Callable[[], float],
+        stuck_seconds: float = STUCK_SECONDS,
     ) -> None:
+        self._module = module
+        self._name = name
+        self._stuck_seconds = stuck_seconds
         self._arguments = arguments
         self._fds = tuple(fds)
         self._on_start = on_start
@@ -119,14 +126,14 @@ class DiskProcess:
             self._plan_restart(now)
             return
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "hpkv_daemon.tiers.disk.process", str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", self._module, str(theirs.fileno())]
         try:
             self._child = subprocess.Popen(
                 command + self._arguments, pass_fds=(theirs.fileno(), *self._fds), stdin=subprocess.DEVNULL
             )
         except OSError as problem:
             ours.close()
-            log.warning("the disk process does not start: %s", problem)
+            log.warning("the %s process does not start: %s", self._name, problem)
             self._plan_restart(now)
             return
         finally:
@@ -176,7 +183,7 @@ class DiskProcess:
         self._heard = self._clock()
         self._speaks = True
         if verb == "note":
-            log.warning("storage: %s", rest[0])
+            log.warning("the %s process: %s", self._name, rest[0])
         elif verb == "found":
             self._completed = self._heard
             order = self._orders.get(ticket)
@@ -195,9 +202,10 @@ class DiskProcess:
         assert self._child is not None
         now = self._clock()
         patience = ANSWER_SECONDS if self._speaks else START_SECONDS
-        stuck = self._orders and now - self._completed > STUCK_SECONDS
+        stuck = self._orders and now - self._completed > self._stuck_seconds
         if now - self._heard > patience or stuck:
-            log.warning("the disk process %s: it is killed", "completes nothing" if stuck else "does not answer")
+            what = "completes nothing" if stuck else "does not answer"
+            log.warning("the %s process %s: it is killed", self._name, what)
             self._child.kill()
             self._heard = self._completed = now
         elif now - self._pinged > _PING_SECONDS:
@@ -213,7 +221,7 @@ class DiskProcess:
         self._child.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(_EXIT_SECONDS)
-        log.warning("the disk process ended (exit status %s)", self._child.returncode)
+        log.warning("the %s process ended (exit status %s)", self._name, self._child.returncode)
         self._link = None
         now = self._clock()
         if now - self._began > STEADY_SECONDS:
@@ -222,7 +230,7 @@ class DiskProcess:
         self._on_end()
         orders, self._orders = self._orders, {}
         for order in orders.values():
-            order.on_reply(Reply((Outcome.DIED,), "the disk process died", None))
+            order.on_reply(Reply((Outcome.DIED,), f"the {self._name} process died", None))
 
     def _plan_restart(self, now: float) -> None:
         self._restart_at = now + self._restart_seconds
@@ -250,10 +258,3 @@ class DiskProcess:
             self._child.wait()
         self._epoll.close()
         os.close(self._wake)
-
-
-def arguments_of(
-    pool_fd: int, pool_bytes: int, faults: str, directory: os.PathLike[str], identity: bytes, readers: int
-) -> list[str]:
-    """What ``process.py`` is started with."""
-    return [str(pool_fd), str(pool_bytes), faults, os.fspath(directory), identity.hex(), str(readers)]

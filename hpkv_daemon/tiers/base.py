@@ -119,7 +119,12 @@ class Changed:
     reason: str
 
 
-Event = Done | Forgotten | Recovered | Scrubbed | Changed
+@dataclass(frozen=True, slots=True)
+class Known:
+    """More is known about what is there: ask ``match`` again for what was inquired about."""
+
+
+Event = Done | Forgotten | Recovered | Scrubbed | Changed | Known
 
 
 @dataclass(frozen=True, slots=True)

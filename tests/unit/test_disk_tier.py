@@ -17,8 +17,9 @@ import pytest
 
 from hpkv_client.errors import Busy, ConfigError
 from hpkv_client.types import typed_digest
+from hpkv_daemon.tiers import host
 from hpkv_daemon.tiers.base import BlockJob, Changed, Direction, Done, Outcome, Recovered, Scrubbed, State
-from hpkv_daemon.tiers.disk import directory, host
+from hpkv_daemon.tiers.disk import directory
 from hpkv_daemon.tiers.disk.directory import LOCK_NAME, StorageDirectory
 from hpkv_daemon.tiers.disk.format import PAGE, BadFormat
 from hpkv_daemon.tiers.disk.process import judge

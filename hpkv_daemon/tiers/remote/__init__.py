@@ -1,0 +1,1 @@
+"""Blocks beyond the node: in a store that others run."""

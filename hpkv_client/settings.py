@@ -16,6 +16,7 @@ from hpkv_client.errors import ConfigError, NotPermitted
 from hpkv_client.values import (
     Quota,
     format_size,
+    hide_secrets,
     is_loopback,
     parse_choice,
     parse_events,
@@ -26,6 +27,7 @@ from hpkv_client.values import (
     parse_name,
     parse_path,
     parse_quotas,
+    parse_remote,
     parse_seconds,
     parse_size,
     parse_socket,
@@ -250,6 +252,39 @@ _TABLE = (
         "bytes",
     ),
     Setting(
+        "remote",
+        "HPKV_REMOTE",
+        "--remote",
+        parse_remote,
+        None,
+        "store for blocks beyond this node: s3://, gs://, az:// or file:///shared/directory",
+    ),
+    Setting(
+        "remote_admission",
+        "HPKV_REMOTE_ADMISSION",
+        "--remote-admission",
+        parse_choice("second-touch", "all"),
+        "second-touch",
+        "write only blocks that were stored or asked for twice to the remote store (second-touch), or all",
+    ),
+    Setting(
+        "remote_bandwidth",
+        "HPKV_REMOTE_BANDWIDTH",
+        "--remote-bandwidth",
+        parse_size,
+        None,
+        "bytes per second that may be written to the remote store; without it any number",
+        "bytes",
+    ),
+    Setting(
+        "remote_key_file",
+        "HPKV_REMOTE_KEY_FILE",
+        "--remote-key-file",
+        parse_path,
+        None,
+        "encrypt blocks in the remote store with the key in this file, the same on all nodes",
+    ),
+    Setting(
         "lease_seconds",
         "HPKV_LEASE_SECONDS",
         "--lease-seconds",
@@ -364,6 +399,10 @@ class Settings:
     storage_idle_seconds: float
     storage_admission: str
     storage_daily_writes: int | None
+    remote: str | None
+    remote_admission: str
+    remote_bandwidth: int | None
+    remote_key_file: Path | None
     lease_seconds: float
     submit_deadline_ms: float
     load_deadline_seconds: float
@@ -433,7 +472,8 @@ def _parsed(setting: Setting, raw: object, place: str) -> Any:
     try:
         return setting.parse(raw)
     except ConfigError as problem:
-        raise ConfigError(f"{place}={str(raw)[:200]!r}: {problem.message}", problem.hint) from None
+        shown = hide_secrets(str(raw))[:200]
+        raise ConfigError(f"{place}={shown!r}: {problem.message}", problem.hint) from None
 
 
 def _refuse_unknown(given: Iterable[str], place: str) -> None:

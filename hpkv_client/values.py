@@ -224,6 +224,37 @@ def parse_path(value: object) -> Path:
     return Path("/" + text.lstrip("/"))
 
 
+_REMOTE_HINT = "write s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://CONTAINER/FOLDER or file:///DIRECTORY"
+_REMOTE_SCHEMES = ("s3", "gs", "az", "file")
+_HIDDEN = re.compile(r"(?<=://)[^/\s]*@|[?#]\S*")
+
+
+def hide_secrets(text: str) -> str:
+    """The text without what a URL in it may hide: what stands before the host's ``@``, and behind ``?``."""
+    return _HIDDEN.sub("", text) if "://" in text else text
+
+
+def parse_remote(value: object) -> str:
+    """The URL of a store for the remote tier. Nothing secret can be in it: credentials and queries are refused."""
+    url = parse_name(value)
+    scheme, colon, rest = url.partition("://")
+    if not colon or scheme not in _REMOTE_SCHEMES:
+        raise ConfigError("not the URL of a store", _REMOTE_HINT)
+    if hide_secrets(url) != url:
+        raise ConfigError(
+            "a URL with credentials or options", "leave them out: a store's own variables and files have them"
+        )
+    place, _, folder = rest.partition("/")
+    if scheme == "file":
+        if place or not folder:
+            raise ConfigError("not a directory", "write file:/// and an absolute path")
+    elif not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", place):
+        raise ConfigError(f"{place!r} is not the name of a bucket", _REMOTE_HINT)
+    if any(part in ("", ".", "..") for part in folder.rstrip("/").split("/")) and folder.rstrip("/"):
+        raise ConfigError("a folder with empty parts, or . or ..", _REMOTE_HINT)
+    return url.rstrip("/")
+
+
 def parse_socket(value: object) -> Path:
     """An absolute path that fits into a socket address."""
     path = parse_path(value)

@@ -46,6 +46,7 @@ from hpkv_daemon.tiers.base import Inventory, Tier
 from hpkv_daemon.tiers.disk.directory import IDENTITY_NAME, StorageDirectory
 from hpkv_daemon.tiers.disk.tier import DiskTier
 from hpkv_daemon.tiers.noop import NoopTier
+from hpkv_daemon.tiers.remote.tier import RemoteTier
 
 log = logging.getLogger(__name__)
 
@@ -172,6 +173,22 @@ def _tier(settings: Settings, pool: Pool, clock: Callable[[], float]) -> Tier:
         raise
 
 
+def _remote(settings: Settings, pool: Pool, clock: Callable[[], float]) -> Tier | None:
+    """What keeps blocks beyond this node."""
+    if settings.remote is None:
+        return None
+    encrypted = ", encrypted" if settings.remote_key_file else ""
+    log.info("remote: blocks of %s admission in %s%s", settings.remote_admission, settings.remote, encrypted)
+    return RemoteTier(
+        settings.remote,
+        pool.fileno(),
+        pool.size,
+        key_file=settings.remote_key_file,
+        bytes_per_second=settings.remote_bandwidth or 0,
+        clock=clock,
+    )
+
+
 def _inventory(path: str, pool: Pool, clock: Callable[[], float]) -> Inventory:
     """What another daemon wrote to a directory, to be read only. Raises ``HpkvError``."""
     if not (Path(path) / IDENTITY_NAME).is_file():
@@ -289,6 +306,8 @@ async def _run(
         ),
         _opener(pool, loop),
         lambda device: CudaMover(device, pool.fileno(), pool.size, settings.faults),
+        lambda clock: _remote(settings, pool, clock),
+        WritePolicy(second_touch=settings.remote_admission == "second-touch"),
     )
     ticker = asyncio.create_task(_tick(service, notifier))
     for router in routers:

@@ -16,6 +16,8 @@ from hpkv_daemon.core.quotas import reserved_bytes
 from hpkv_daemon.directories import ensure_directory
 from hpkv_daemon.locks import ensure_socket_directory
 from hpkv_daemon.pool.file import FILE_NAME, INDEX_NAME, available_bytes, no_room
+from hpkv_daemon.tiers.remote.opening import require_packages
+from hpkv_daemon.tiers.remote.sealing import Seal, read_secret
 
 MIN_POOL_BYTES = 1 << 20
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "hugetlbfs", "ramfs")
@@ -70,6 +72,10 @@ def prepare(settings: Settings) -> list[str]:
     _check_room(settings)
     if settings.storage_path is not None:
         ensure_directory(settings.storage_path, "storage directory")
+    if settings.remote is not None:
+        require_packages(settings.remote)
+    if settings.remote_key_file is not None:
+        Seal(read_secret(settings.remote_key_file))
     return _warnings(settings)
 
 

@@ -107,6 +107,16 @@ def overview(before: Sample, now: Sample, order: str = "size") -> dict[str, Any]
                 "write_bytes_per_second": per_second("storage_written_bytes"),
                 "evicted_blocks_per_second": per_second("storage_evicted_blocks"),
             },
+            {
+                "tier": "remote",
+                "state": now.info["remote"]["state"],
+                "used_bytes": None,
+                "size_bytes": None,
+                "blocks": None,
+                "read_bytes_per_second": per_second("remote_read_bytes"),
+                "write_bytes_per_second": per_second("remote_written_bytes"),
+                "evicted_blocks_per_second": None,
+            },
         ],
         "namespaces": sorted(namespaces, key=key, reverse=descending),
         "engines": [

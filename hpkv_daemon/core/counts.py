@@ -62,6 +62,13 @@ class BlockCounts:
     reads: Moved = field(default_factory=Moved)
     """Storage -> pool."""
     writes: Moved = field(default_factory=Moved)
+    remote_reads: Moved = field(default_factory=Moved)
+    """Store that nodes share -> pool."""
+    remote_writes: Moved = field(default_factory=Moved)
+
+    def moved(self, tier: str) -> tuple[Moved, Moved]:
+        """Reads and writes of a tier beyond memory."""
+        return (self.remote_reads, self.remote_writes) if tier == "remote" else (self.reads, self.writes)
 
     def looked_up(self, asked: int, hit: int, coming: int) -> None:
         """A look-up of so many blocks was answered."""
@@ -80,6 +87,8 @@ class BlockCounts:
             stores=replace(self.stores),
             reads=replace(self.reads),
             writes=replace(self.writes),
+            remote_reads=replace(self.remote_reads),
+            remote_writes=replace(self.remote_writes),
         )
 
     def check(self, writing: bool) -> None:

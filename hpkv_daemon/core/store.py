@@ -69,8 +69,8 @@ class BlockStore:
         self._reservations: dict[int, Reservation] = {}
         self._numbers = count(1)
         self._restoring = False
-        self.on_resident: Callable[[int], None] | None = None
-        """Called with the slot of each block that becomes resident."""
+        self.on_resident: list[Callable[[int], None]] = []
+        """Each is called with the slot of each block that becomes resident."""
 
     # -- namespaces ---------------------------------------------------------------------------------------
 
@@ -325,8 +325,8 @@ class BlockStore:
                 home.counts.stored += 1
             else:
                 home.counts.promoted += 1
-            if self.on_resident is not None:
-                self.on_resident(complete)
+            for told in self.on_resident:
+                told(complete)
             settled += 1
             ready.extend(self.blocks.table.children_of(complete))
         return settled

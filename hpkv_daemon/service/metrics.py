@@ -32,6 +32,21 @@ class Metric:
     read: Read
 
 
+REMOTE_COUNTERS = {
+    "existing_blocks": "Blocks that were to be written and were there",
+    "failed_writes": "Blocks that could not be written",
+    "failed_reads": "Blocks that could not be read",
+    "missing_blocks": "Blocks that were believed to be there and were not",
+    "bad_blocks": "Objects that were not the block they should be",
+    "refused_writes": "Blocks that it did not take",
+    "refused_reads": "Blocks that it did not give",
+    "lookups": "Look-ups in the store",
+    "lookup_questions": "Blocks that they asked for",
+    "lookup_timeouts": "Look-ups that were not answered in time",
+    "restarts": "Remote processes that died and were replaced",
+}
+"""Counters of the remote tier that are no transfers, with their texts."""
+
 _NAMESPACE = ("namespace", "model")
 _MOVES = ("tier", "direction", *_NAMESPACE)
 
@@ -73,14 +88,24 @@ def _moved(value: Callable[[Moved], float]) -> Read:
         (("disk", "store"), lambda counts: value(counts.writes)),
     ]
 
+    remote = [
+        (("remote", "load"), lambda counts: value(counts.remote_reads)),
+        (("remote", "store"), lambda counts: value(counts.remote_writes)),
+    ]
+
     def read(snapshot: Snapshot) -> Iterable[Sample]:
-        return _each(*memory, *(disk if _has_storage(snapshot) else ()))(snapshot)
+        beyond = [*(disk if _has_storage(snapshot) else ()), *(remote if _has_remote(snapshot) else ())]
+        return _each(*memory, *beyond)(snapshot)
 
     return read
 
 
 def _has_storage(snapshot: Snapshot) -> bool:
     return bool(snapshot.storage["budget_bytes"])
+
+
+def _has_remote(snapshot: Snapshot) -> bool:
+    return snapshot.remote["state"] != "off"
 
 
 def _resident_bytes(snapshot: Snapshot) -> Iterable[Sample]:
@@ -103,7 +128,7 @@ def _evicted(snapshot: Snapshot) -> Iterable[Sample]:
 
 def _durations(snapshot: Snapshot) -> Iterable[Sample]:
     for (tier, direction), taken in snapshot.durations.items():
-        if tier == "memory" or _has_storage(snapshot):
+        if tier != "disk" or _has_storage(snapshot):
             yield (tier, direction), taken
 
 
@@ -138,6 +163,21 @@ def _storage(name: str) -> Read:
 def _storage_counted(name: str) -> Read:
     read = _counted(f"storage_{name}")
     return lambda snapshot: read(snapshot) if _has_storage(snapshot) else []
+
+
+def _remote_state(snapshot: Snapshot) -> Iterable[Sample]:
+    if _has_remote(snapshot):
+        for state in ("starting", "ready", "degraded"):
+            yield (state,), float(snapshot.remote["state"] == state)
+
+
+def _remote(name: str) -> Read:
+    return lambda snapshot: [((), float(snapshot.remote[name]))] if _has_remote(snapshot) else []
+
+
+def _remote_counted(name: str) -> Read:
+    read = _counted(f"remote_{name}")
+    return lambda snapshot: read(snapshot) if _has_remote(snapshot) else []
 
 
 def _info(snapshot: Snapshot) -> Iterable[Sample]:
@@ -335,6 +375,10 @@ METRICS: tuple[Metric, ...] = (
     _counter(
         "hpkv_storage_restarts_total", "Disk processes that died and were replaced", (), _storage_counted("restarts")
     ),
+    _gauge("hpkv_remote_state", "1 for the state that the remote tier is in", ("state",), _remote_state),
+    _gauge("hpkv_remote_queued_blocks", "Blocks that wait to be handed to it", (), _remote("queued_blocks")),
+    _gauge("hpkv_remote_queued_bytes", "Bytes that it is writing", (), _remote("queued_bytes")),
+    *(_counter(f"hpkv_remote_{name}_total", text, (), _remote_counted(name)) for name, text in REMOTE_COUNTERS.items()),
     *(
         _counter(_engine_metric(name), text, ("model",), _told(name, 1e6 if name.endswith("_microseconds") else 1))
         for name, text in ENGINE_COUNTERS.items()

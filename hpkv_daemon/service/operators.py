@@ -14,6 +14,7 @@ from hpkv_client.wire import Body, Request
 from hpkv_daemon.core.counts import Histogram
 from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.service.access import require_owner
+from hpkv_daemon.service.chain import TierChain
 from hpkv_daemon.service.clock import AwakeClock
 from hpkv_daemon.service.engines import Engine
 from hpkv_daemon.service.events import EventLog
@@ -22,7 +23,6 @@ from hpkv_daemon.service.movers import Movers
 from hpkv_daemon.service.report import Identity, describe, fitted, leases, statistics
 from hpkv_daemon.service.sessions import Peer, SessionTable
 from hpkv_daemon.service.snapshot import Snapshot
-from hpkv_daemon.service.tiering import Tiering
 from hpkv_daemon.service.transfers import Transfers
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Operators:
         sessions: SessionTable,
         movers: Movers,
         transfers: Transfers,
-        tiering: Tiering,
+        tiering: TierChain,
         explanations: Explanations,
         events: EventLog,
         counters: Counter[str],
@@ -126,7 +126,7 @@ class Operators:
             engines_ready=[engine.ready for engine in self._engines.values()],
             leases=len(self._store.leases),
             movers=self._movers.describe(),
-            storage=self._tiering.describe(),
+            **self._tiering.describe(),
         )
 
     def _durations(self) -> Iterator[tuple[tuple[str, str], Histogram]]:
@@ -177,22 +177,22 @@ class Operators:
         if wanted is not None and number is None:
             raise UsageError(f"no namespace {wanted.hex()}", "see 'hpkvd info'")
         cleared = self._store.clear(number)
-        self._tiering.forget(number)
+        self._tiering.forget(number, everywhere=False)
         log.info("cleared %d blocks for uid %d", cleared, peer.uid)
         return {"cleared_blocks": cleared}
 
     def _drain(self, peer: Peer, request: Request) -> Body:
         if request.body["begin"]:
             require_owner(peer, "drain the cache")
-        return self._tiering.drain(request.body["begin"])
+        return self._tiering.disk.drain(request.body["begin"])
 
     def _import(self, peer: Peer, request: Request) -> Body:
         if request.body["path"]:
             require_owner(peer, "import storage")
-        return self._tiering.adopt(request.body["path"])
+        return self._tiering.disk.adopt(request.body["path"])
 
     def _scrub(self, peer: Peer, request: Request) -> Body:
         if not request.body["begin"]:
-            return self._tiering.scrub(None)
+            return self._tiering.disk.scrub(None)
         require_owner(peer, "verify the storage")
-        return self._tiering.scrub(request.body["bytes_per_second"])
+        return self._tiering.disk.scrub(request.body["bytes_per_second"])

@@ -13,6 +13,7 @@ from hpkv_daemon.service.explain import Explanations
 from hpkv_daemon.service.movers import Movers
 from hpkv_daemon.service.sessions import Session, SessionTable
 from hpkv_daemon.tiers.base import COUNTERS as TIER_COUNTERS
+from hpkv_daemon.tiers.remote.shared import COUNTERS as REMOTE_TIER_COUNTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def describe(
     sessions: SessionTable,
     movers: Movers,
     explanations: Explanations,
-    storage: Body,
+    tiers: dict[str, Body],
 ) -> Body:
     """The body of ``info``. ``awake`` is now by the sessions' clock."""
     engines = list(engines)
@@ -82,7 +83,7 @@ def describe(
         ],
         "leases": {"count": len(store.leases)},
         "movers": movers.describe(),
-        "storage": storage,
+        **tiers,
     }
     return fitted(whole)
 
@@ -199,7 +200,7 @@ def _engine(engine: Engine, counted: Body) -> Body:
 def statistics(counters: Counter[str], uptime: float, store: BlockStore, sessions: int, engines: int) -> Body:
     """The body of ``stats``: counters since start (monotonic) and gauges (``pool_*``, ``sessions``, ``leases``)."""
     usage = store.blocks.usage
-    known = dict.fromkeys((*COUNTERS, *STORAGE_COUNTERS), 0) | dict(counters)
+    known = dict.fromkeys((*COUNTERS, *STORAGE_COUNTERS, *REMOTE_COUNTERS), 0) | dict(counters)
     return known | {
         "uptime_seconds": round(uptime, 3),
         "sessions": sessions,
@@ -213,6 +214,7 @@ def statistics(counters: Counter[str], uptime: float, store: BlockStore, session
 
 
 STORAGE_COUNTERS = tuple(f"storage_{name}" for name in TIER_COUNTERS)
+REMOTE_COUNTERS = tuple(f"remote_{name}" for name in REMOTE_TIER_COUNTERS)
 COUNTERS = (
     "requests",
     "bad_requests",

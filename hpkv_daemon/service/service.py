@@ -29,6 +29,7 @@ from hpkv_daemon.core.index import NONE
 from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.faults import Faults
 from hpkv_daemon.movers.base import Attached, Mover
+from hpkv_daemon.service.chain import TierChain
 from hpkv_daemon.service.clock import AwakeClock
 from hpkv_daemon.service.engines import Engine, Rank
 from hpkv_daemon.service.events import EventLog
@@ -72,7 +73,7 @@ class Service:
     """Sessions, engines and verbs over one block store. Control loop only; ``clock`` is monotonic seconds.
 
     ``tier`` makes the tier; its clock stands still while this process is stopped. ``writes``: what is written to it.
-    ``open_storage`` opens what another daemon wrote, for an import.
+    ``open_storage`` opens what another daemon wrote, for an import. ``remote`` makes the tier that nodes share, if any.
     """
 
     def __init__(
@@ -89,6 +90,8 @@ class Service:
         writes: WritePolicy = WritePolicy(),  # noqa: B008  (it cannot be changed)
         open_storage: Opener | None = None,
         gpus: Callable[[str], Mover] | None = None,
+        remote: Callable[[Callable[[], float]], Tier | None] = lambda _: None,
+        remote_writes: WritePolicy = WritePolicy(),  # noqa: B008  (it cannot be changed)
     ) -> None:
         self._store = store
         self._identity = identity
@@ -105,7 +108,12 @@ class Service:
         self._transfers = Transfers(
             store, self._movers, reactor, self._awake, self._answer, self._lease_deadline, faults, self._events
         )
-        self._tiering = Tiering(store, tier(self._awake), reactor, writes, self._awake, open_storage)
+        disk = Tiering(store, tier(self._awake), reactor, writes, self._awake, open_storage)
+        beyond = remote(self._awake)
+        shared = None
+        if beyond is not None:
+            shared = Tiering(store, beyond, reactor, remote_writes, self._awake, None, "remote")
+        self._tiering = TierChain(disk, shared)
         self._explanations = Explanations(store, self._events)
         self._counters: Counter[str] = Counter()
         self._engine_totals = EngineTotals(MOST_APART)
@@ -481,7 +489,7 @@ class Service:
     def _reset(self, peer: Peer, request: Request, session: Session) -> Body:  # noqa: ARG002
         engine = self._ready_engine(session)
         cleared = self._store.clear(engine.namespace)
-        self._tiering.forget(engine.namespace)
+        self._tiering.forget(engine.namespace, everywhere=True)
         log.info("engine %r reset its namespace: %d blocks cleared", engine.name, cleared)
         return {"cleared_blocks": cleared}
 

@@ -36,3 +36,4 @@ class Snapshot:
     leases: int
     movers: Sequence[Mapping[str, object]]
     storage: Body
+    remote: Body

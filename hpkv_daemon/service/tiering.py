@@ -18,7 +18,7 @@ from hpkv_daemon.service.importing import IMPORT_COUNTS, Import, Opener
 from hpkv_daemon.service.sessions import Reactor
 from hpkv_daemon.service.write_behind import BATCH_BYTES, WriteBehind, job_of
 from hpkv_daemon.tiers import base
-from hpkv_daemon.tiers.base import Changed, Done, Inventory, Outcome, Recovered, Scrubbed, Tier
+from hpkv_daemon.tiers.base import Changed, Done, Inventory, Known, Outcome, Recovered, Scrubbed, Tier
 
 log = logging.getLogger(__name__)
 
@@ -44,16 +44,20 @@ class Tiering:
         policy: WritePolicy,
         clock: Callable[[], float],
         open_storage: Opener | None,
+        name: str = "storage",
     ) -> None:
+        self._name = name
         self._store = store
         self._blocks = store.blocks
         self._tier = tier
-        self._behind = WriteBehind(store, tier, policy, clock)
+        self._behind = WriteBehind(store, tier, policy, clock, name)
         self._reading: dict[int, list[Reservation]] = {}
         """Ticket -> one reservation for each block."""
         self._coming: set[tuple[int, BlockKey]] = set()
         """Namespace and key of each block that is being brought back."""
         self._waiting: list[tuple[set[tuple[int, BlockKey]], Callable[[], None]]] = []
+        self._asking: list[tuple[int, Sequence[BlockKey], Callable[[], None]]] = []
+        """Who waits for blocks of which it is not known yet whether the tier has them."""
         self._reactor = reactor
         self._open_storage = open_storage
         self._import: Import | None = None
@@ -61,7 +65,8 @@ class Tiering:
         """The directory that is being opened for an import."""
         self._import_problem: HpkvError | None = None
         self._scrubbed = Scrubbed(0, 0, 0, 0)
-        self.durations = {("disk", direction): Histogram(BATCH_SECONDS) for direction in ("load", "store")}
+        self._label = "remote" if name == "remote" else "disk"
+        self.durations = {(self._label, direction): Histogram(BATCH_SECONDS) for direction in ("load", "store")}
         """How long batches took, by their direction as engines see it."""
         reactor.add_reader(tier.fileno(), self.poll)
         tier.recover()
@@ -73,10 +78,14 @@ class Tiering:
     # -- reading ahead ------------------------------------------------------------------------------------
 
     def bring(self, namespace: int, parent: BlockKey | None, keys: Sequence[BlockKey]) -> int:
-        """Bring a chain back of which ``parent`` is resident; how many leading keys are on their way now."""
+        """Bring a chain back of which ``parent`` is resident; how many leading keys are on their way now.
+
+        Those count as well of which the tier is finding out whether it has them.
+        """
         home = self._blocks.namespaces[namespace]
         wanted = keys[: min(len(keys), MOST_PROMISED)]
         here = self._tier.match(home.fingerprint, wanted)
+        asking = here < len(wanted) and self._tier.inquire(home.fingerprint, wanted[here:], True)
         coming, above = 0, parent
         fresh: list[Reservation] = []
         for key in wanted[:here]:
@@ -90,7 +99,9 @@ class Tiering:
                     break
                 fresh.append(reservation)
             coming, above = coming + 1, key
-        return coming if self._read(namespace, fresh) else coming - len(fresh)
+        if not self._read(namespace, fresh):
+            return coming - len(fresh)
+        return len(wanted) if asking and coming == here else coming
 
     def bring_each(self, namespace: int, keys: Sequence[BlockKey]) -> int:
         """The same for blocks that form no chain; how many of these are on their way now."""
@@ -106,10 +117,25 @@ class Tiering:
                     self._store.abort(reservation)
                     break
                 fresh.append(reservation)
-        return coming + len(fresh) if self._read(namespace, fresh) else coming
+        if self._read(namespace, fresh):
+            coming += len(fresh)
+        unknown = self.left(namespace, keys)
+        return coming + len(unknown) if unknown and self._tier.inquire(home.fingerprint, unknown, False) else coming
+
+    def _is_here(self, namespace: int, key: BlockKey) -> bool:
+        """Whether a block is resident, or on its way."""
+        return (namespace, key) in self._coming or self._blocks.find(namespace, key) != NONE
+
+    def left(self, namespace: int, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those of the keys that are neither resident nor on their way from this tier."""
+        return [key for key in keys if not self._is_here(namespace, key)]
 
     def when_here(self, namespace: int, keys: Sequence[BlockKey], then: Callable[[], None]) -> None:
-        """Call ``then`` as soon as none of these is on its way any more."""
+        """Call ``then`` as soon as none of these is on its way any more, or might be."""
+        unknown = self.left(namespace, keys)
+        if unknown and self._tier.inquire(self._blocks.namespaces[namespace].fingerprint, unknown, False):
+            self._asking.append((namespace, keys, then))
+            return
         left = {(namespace, key) for key in keys} & self._coming
         if left:
             self._waiting.append((left, then))
@@ -125,7 +151,7 @@ class Tiering:
             try:
                 ticket = self._tier.read(jobs)
             except ValueError as problem:
-                log.warning("storage does not give blocks: %s", problem)
+                log.warning("%s does not give blocks: %s", self._name, problem)
                 ticket = None
             if ticket is None:
                 for reservation in reversed(reservations[start:]):
@@ -144,6 +170,8 @@ class Tiering:
                 self._over(event)
             elif isinstance(event, Changed):
                 self._tell(event)
+            elif isinstance(event, Known):
+                self._known()
             elif isinstance(event, Scrubbed):
                 self._scrubbed = event
                 if event.done == event.total:
@@ -152,15 +180,21 @@ class Tiering:
                 log.info("storage: %d blocks found in %d segments", event.blocks, event.total)
         self._behind.go_on()
 
+    def _known(self) -> None:
+        asking, self._asking = self._asking, []
+        for namespace, keys, then in asking:
+            self.bring_each(namespace, self.left(namespace, keys))
+            self.when_here(namespace, keys, then)
+
     def _tell(self, event: Changed) -> None:
         if event.state is base.State.DEGRADED:
-            log.warning("storage is degraded: %s; blocks are kept in memory only, and it is tried again", event.reason)
+            log.warning("%s is degraded: %s; blocks stay in memory, and it is tried again", self._name, event.reason)
         elif event.state is base.State.READY:
-            log.info("storage is ready")
+            log.info("%s is ready", self._name)
 
     def _over(self, done: Done) -> None:
         written = self._behind.over(done) or (self._import is not None and self._import.written(done))
-        self.durations["disk", "store" if written else "load"].observe(done.seconds)
+        self.durations[self._label, "store" if written else "load"].observe(done.seconds)
         if written:
             return
         seconds = done.seconds / max(1, len(done.outcomes))
@@ -169,7 +203,7 @@ class Tiering:
             self._coming.discard((self._blocks.table.namespace[slot], self._blocks.key_of(slot)))
             if outcome is Outcome.OK:
                 home = self._blocks.namespace_of(slot)
-                home.counts.reads.add(1, home.block_bytes, seconds)
+                home.counts.moved(self._name)[0].add(1, home.block_bytes, seconds)
                 self._store.commit(reservation, "promoted")
             else:
                 key = self._blocks.key_of(slot)
@@ -271,7 +305,7 @@ class Tiering:
 
     def count(self) -> Counter[str]:
         """Counters, under names of their own."""
-        return Counter({f"storage_{name}": count for name, count in self._tier.usage().counters.items()})
+        return Counter({f"{self._name}_{name}": count for name, count in self._tier.usage().counters.items()})
 
     @property
     def pins(self) -> int:

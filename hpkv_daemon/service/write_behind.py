@@ -47,7 +47,10 @@ class WriteBehind:
     """Control loop only. ``clock`` stands still while the daemon is stopped. A block that is written is pinned until
     that is over."""
 
-    def __init__(self, store: BlockStore, tier: Tier, policy: WritePolicy, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, store: BlockStore, tier: Tier, policy: WritePolicy, clock: Callable[[], float], name: str = "storage"
+    ) -> None:
+        self._name = name
         self._blocks = store.blocks
         self._tier = tier
         self._policy = policy
@@ -76,7 +79,7 @@ class WriteBehind:
         self._drain_problem = ""
         self._on = bool(tier.usage().budget_bytes)
         if self._on:
-            store.on_resident = self._resident
+            store.on_resident.append(self._resident)
             self.sweep_all()
 
     @property
@@ -212,7 +215,7 @@ class WriteBehind:
             ticket = self._tier.write(jobs)
         except ValueError as problem:
             # What an earlier daemon left there contradicts these blocks: they stay in memory only.
-            log.warning("storage does not take blocks: %s", problem)
+            log.warning("%s does not take blocks: %s", self._name, problem)
             return True
         if ticket is None:
             # Full, or degraded: the sweep offers them again.
@@ -235,7 +238,7 @@ class WriteBehind:
         for slot, outcome in zip(slots, done.outcomes, strict=True):
             if outcome is Outcome.OK:
                 home = self._blocks.namespace_of(slot)
-                home.counts.writes.add(1, home.block_bytes, done.seconds / len(slots))
+                home.counts.moved(self._name)[1].add(1, home.block_bytes, done.seconds / len(slots))
             self._blocks.unpin(slot)
         if self._draining:
             self._drained_blocks += done.outcomes.count(Outcome.OK)

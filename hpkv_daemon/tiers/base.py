@@ -190,6 +190,12 @@ class Tier(Protocol):
     def contains(self, fingerprint: bytes, keys: Sequence[BlockKey]) -> list[bool]:
         """Which of these keys are here. From memory."""
 
+    def inquire(self, fingerprint: bytes, keys: Sequence[BlockKey], chain: bool) -> bool:
+        """Find out which of these are here: True while an answer is on its way, told by ``Known``.
+
+        ``chain``: only how many leading ones are. False when it is known, or cannot be found out now.
+        """
+
     def touch(self, fingerprint: bytes, keys: Sequence[BlockKey]) -> None:
         """These blocks were of use, though not read from here: whoever evicts should know."""
 

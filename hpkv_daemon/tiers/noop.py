@@ -43,6 +43,10 @@ class NoopTier:
         """See ``Tier``."""
         return [False] * len(keys)
 
+    def inquire(self, fingerprint: bytes, keys: Sequence[BlockKey], chain: bool) -> bool:  # noqa: ARG002
+        """See ``Tier``: everything is known."""
+        return False
+
     def touch(self, fingerprint: bytes, keys: Sequence[BlockKey]) -> None:
         """See ``Tier``."""
 

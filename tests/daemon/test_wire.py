@@ -182,6 +182,7 @@ REPLIES = {
         "leases",
         "movers",
         "storage",
+        "remote",
     },
     "stats": None,
     "leases": {"leases"},

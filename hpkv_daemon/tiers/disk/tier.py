@@ -95,6 +95,10 @@ class DiskTier:
         """See ``Tier``."""
         return self._index.contains(fingerprint, keys)
 
+    def inquire(self, fingerprint: bytes, keys: Sequence[BlockKey], chain: bool) -> bool:  # noqa: ARG002
+        """See ``Tier``: everything is known."""
+        return False
+
     def touch(self, fingerprint: bytes, keys: Sequence[BlockKey]) -> None:
         """See ``Tier``."""
         self._index.touch(fingerprint, keys, self._shared.tick())

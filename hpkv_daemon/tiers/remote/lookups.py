@@ -42,7 +42,7 @@ class Lookups:
         self._asked: set[bytes] = set()
 
     def inquire(self, fingerprint: bytes, keys: Sequence[BlockKey], chain: bool) -> bool:
-        """See ``RemoteTier``."""
+        """See ``Tier``."""
         shared, now = self._shared, self._shared.clock()
         if shared.unreadable(fingerprint, now):
             return False

@@ -19,6 +19,8 @@ STUCK_SECONDS = 30.0
 QUEUE_BYTES = 256 << 20
 """Payloads of writes that may be on their way, and as much of reads: each holds a slot of the pool."""
 
+LARGEST_BLOCK = 1 << 30
+NO_LIMIT = 1 << 62
 _PAGE = 4096
 
 
@@ -62,6 +64,11 @@ class RemoteTier:
         """Namespaces that the process was told to clear."""
         self._told = (State.STARTING, "")
 
+    @property
+    def largest_block(self) -> int:
+        """See ``Tier``. Every store takes so much in one request; none of ours is uploaded in parts."""
+        return LARGEST_BLOCK
+
     def fileno(self) -> int:
         """See ``Tier``."""
         return self._process.fileno()
@@ -85,10 +92,7 @@ class RemoteTier:
         return [readable and bool(self._shared.presence.find(fingerprint, key, now)) for key in keys]
 
     def inquire(self, fingerprint: bytes, keys: Sequence[BlockKey], chain: bool) -> bool:
-        """Find out which of these are there: True while an answer is on its way, told by ``Known``.
-
-        ``chain``: only how many leading ones are. False when it is known already, or nobody can be asked.
-        """
+        """See ``Tier``."""
         return self._lookups.inquire(fingerprint, keys, chain)
 
     def touch(self, fingerprint: bytes, keys: Sequence[BlockKey]) -> None:
@@ -246,10 +250,10 @@ class RemoteTier:
         return (State.DEGRADED, reason) if reason else (State.READY, "")
 
     def usage(self) -> Usage:
-        """See ``Tier``. How much the store holds is not known here: sizes and blocks are 0."""
+        """See ``Tier``. How much the store holds and may hold is its own affair: 0, and no limit."""
         state, reason = self._state()
         counters = self._shared.counters | {"restarts": self._process.restarts}
-        return Usage(state, reason, 0, 0, 0, 0, self._writer.queued_bytes, self._process.pid, counters)
+        return Usage(state, reason, NO_LIMIT, 0, 0, 0, self._writer.queued_bytes, self._process.pid, counters)
 
     def check(self) -> None:
         """See ``Tier``."""

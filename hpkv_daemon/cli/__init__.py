@@ -44,6 +44,7 @@ _MODULES = {
     "support-bundle": "bundle",
     "dashboard": "monitoring",
     "alerts": "monitoring",
+    "remote": "remote",
     "config": "config",
     "reload": "config",
     "keygen": "keys",

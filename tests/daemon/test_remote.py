@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import obstore
 import pytest
 
 from hpkv_client.client import BlockCache
-from tests.daemons import DaemonFactory, refusal
+from tests.daemons import DaemonFactory, hpkvd, refusal
 from tests.stores import Folder, S3Server, names_in
 from tests.support import Observed, Rank, content, hashes, observed_daemon, plain_shard, wait_until
 
@@ -186,7 +187,6 @@ def test_a_reset_forgets_for_all_nodes_and_a_clear_for_one(folder: Folder) -> No
             written(live)
             assert len(names_in(folder.objects)) == 14
             rank.call("reset")
-            assert settled_hit(rank, chain) == 0
             wait_until(lambda: len(names_in(folder.objects)) == 10, 20)
             wait_until(lambda: settled_hit(rank, chain) == 0, 10)
 
@@ -256,3 +256,48 @@ def test_a_url_with_credentials_is_refused_without_showing_them() -> None:
         assert "/nowhere" in said
     finally:
         factory.close()
+
+
+def remote_command(store: Folder | S3Server, *arguments: str, exit_code: int = 0) -> dict[str, Any]:
+    """Run ``hpkvd remote``; what it prints as JSON."""
+    factory = DaemonFactory()
+    try:
+        env = factory.environment(HPKV_REMOTE=store.url) | store.variables
+        if exit_code:
+            return {"error": refusal("remote", *arguments, "--json", env=env, exit_code=exit_code)}
+        done = hpkvd("remote", *arguments, "--json", env=env)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert isinstance(found, dict)
+        return found
+    finally:
+        factory.close()
+
+
+def test_operators_check_list_and_remove(store: Folder | S3Server) -> None:
+    checked = remote_command(store, "check")
+    assert {"put_seconds", "exists_seconds", "get_seconds", "delete_seconds"} < set(checked)
+    assert names_in(store.objects) == []
+    with node(store) as live:
+        put(live, keys(6))
+        namespace = live.ask("info")["namespaces"][0]["id"]
+        (row,) = remote_command(store, "ls")["namespaces"]
+        assert (row["namespace"], row["blocks"]) == (namespace, 6)
+        assert row["stored_bytes"] > 6 * SIZE
+        remote_command(store, "rm", "--namespace", "0" * 63, exit_code=2)
+        assert remote_command(store, "rm", "--namespace", "0" * 64)["deleted_blocks"] == 0
+        assert remote_command(store, "rm", "--namespace", namespace)["deleted_blocks"] == 6
+        assert names_in(store.objects) == []
+
+
+def test_a_check_of_a_store_that_refuses_or_is_not_there_says_so(server: S3Server, tmp_path: Path) -> None:
+    server.deny()
+    try:
+        assert "403" in remote_command(server, "check", exit_code=77)["error"]
+    finally:
+        server.deny(False)
+    missing = tmp_path / "missing"
+    missing.mkdir()
+    gone = Folder(missing)
+    missing.rmdir()
+    assert "put does not work" in remote_command(gone, "check", exit_code=69)["error"]

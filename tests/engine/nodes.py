@@ -74,3 +74,8 @@ def _namespaces(stack: ExitStack) -> list[Node]:
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def outer_address(nodes: list[Node]) -> str:
+    """An address of this machine that the nodes reach: that of the bridge, if there is one."""
+    return f"{_NETWORK}.254" if nodes[0].prefix else "127.0.0.1"

@@ -257,7 +257,7 @@ _TABLE = (
         "--remote",
         parse_remote,
         None,
-        "store for blocks beyond this node: s3://, gs://, az:// or file:///shared/directory",
+        "store for blocks beyond this node: s3://, gs://, az://, file:///shared/directory or mooncake://",
     ),
     Setting(
         "remote_admission",

@@ -224,8 +224,8 @@ def parse_path(value: object) -> Path:
     return Path("/" + text.lstrip("/"))
 
 
-_REMOTE_HINT = "write s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://CONTAINER/FOLDER or file:///DIRECTORY"
-_REMOTE_SCHEMES = ("s3", "gs", "az", "file")
+_REMOTE_HINT = "write s3:// or gs://BUCKET/FOLDER, az://CONTAINER/FOLDER, file:///DIRECTORY or mooncake://HOST:PORT"
+_REMOTE_SCHEMES = ("s3", "gs", "az", "file", "mooncake")
 _HIDDEN = re.compile(r"(?<=://)[^/\s]*@|[?#]\S*")
 
 
@@ -248,6 +248,9 @@ def parse_remote(value: object) -> str:
     if scheme == "file":
         if place or not folder:
             raise ConfigError("not a directory", "write file:/// and an absolute path")
+    elif scheme == "mooncake":
+        if folder or not re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}", place):
+            raise ConfigError("not a master's host and port", "write mooncake://HOST:PORT")
     elif not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", place):
         raise ConfigError(f"{place!r} is not the name of a bucket", _REMOTE_HINT)
     if any(part in ("", ".", "..") for part in folder.rstrip("/").split("/")) and folder.rstrip("/"):

@@ -24,13 +24,12 @@ _SETTINGS = ("config", "instance", "remote", "remote_key_file")
 _PROBE_BYTES = 64 << 10
 
 
-def _opened(flags: dict[str, Any]) -> tuple[Settings, Backend]:
+def _opened(flags: dict[str, Any]) -> tuple[Settings, Backend, Seal | None]:
     settings = client_settings(flags)
     if settings.remote is None:
         raise UsageError("no remote store is named", "set HPKV_REMOTE, or give --remote")
-    if settings.remote_key_file is not None:
-        Seal(read_secret(settings.remote_key_file))
-    return settings, open_backend(settings.remote)
+    seal = None if settings.remote_key_file is None else Seal(read_secret(settings.remote_key_file))
+    return settings, open_backend(settings.remote), seal
 
 
 @click.group()
@@ -43,7 +42,7 @@ def remote() -> None:
 @setting_options(*_SETTINGS)
 def check(as_json: bool, **flags: Any) -> None:
     """Write, find, read, verify and delete one block. Exit 69 if the store does not answer, 77 if it refuses."""
-    settings, backend = _opened(flags)
+    settings, backend, _ = _opened(flags)
     fingerprint, key, payload = bytes(KEY_BYTES), secrets.token_bytes(KEY_BYTES), secrets.token_bytes(_PROBE_BYTES)
     name, header = object_name(fingerprint, key), pack_header(fingerprint, key, _PROBE_BYTES, payload)
     found = Piece(name, memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(_PROBE_BYTES)))
@@ -81,7 +80,7 @@ def _require(step: str, answer: Answer) -> None:
 @setting_options(*_SETTINGS)
 def ls(as_json: bool, **flags: Any) -> None:
     """List the namespaces in the store with their blocks and bytes. Reads the names of all objects."""
-    settings, backend = _opened(flags)
+    settings, backend, _ = _opened(flags)
     blocks: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     try:
@@ -116,9 +115,9 @@ def rm(as_json: bool, namespace: str, **flags: Any) -> None:
             right = False
         if not right:
             raise UsageError(f"{namespace!r} is no namespace", "'hpkvd remote ls' lists them")
-    settings, backend = _opened(flags)
+    settings, backend, seal = _opened(flags)
     try:
-        roots = _roots(backend)
+        roots = _roots(backend, [ROOT, *([f"{ROOT}-{seal.key_id.hex()}"] if seal else [])])
         deleted = sum(backend.clear(root if namespace == "all" else f"{root}/{namespace.lower()}") for root in roots)
     except BackendError as problem:
         raise Unreachable(f"not everything was deleted: {problem}", "run it again") from None
@@ -129,7 +128,11 @@ def rm(as_json: bool, namespace: str, **flags: Any) -> None:
     emit({"remote": settings.remote, "deleted_blocks": deleted}, as_json)
 
 
-def _roots(backend: Backend) -> list[str]:
+def _roots(backend: Backend, known: list[str]) -> list[str]:
     """The folders under which blocks lie: one, and one more for each key that they are encrypted with."""
-    found = {name.partition("/")[0] for name, _ in backend.listing("") if parse_name(name) is not None}
-    return sorted(found | {ROOT})
+    try:
+        found = {name.partition("/")[0] for name, _ in backend.listing("") if parse_name(name) is not None}
+    except BackendError:
+        # Not every store can tell.
+        return known
+    return sorted(found | set(known))

@@ -13,13 +13,15 @@ from test_topologies import LAYER_BYTES, LAYERS
 from vllm_server import BLOCK_TOKENS, Answer, Topology, Vllm, full_hit, prompt
 
 from tests.conftest import DaemonFactory, DaemonHandle
-from tests.stores import Folder, S3Server, names_in
+from tests.mooncakes import MooncakeCluster
+from tests.stores import Folder, S3Server
 from tests.support import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 TOKENS = prompt(950, 1000)
 OUTPUT_TOKENS = 16
+Store = Folder | S3Server | MooncakeCluster
 BLOCKS = (len(TOKENS) + OUTPUT_TOKENS - 1) // BLOCK_TOKENS
 
 
@@ -29,13 +31,19 @@ def nodes() -> Iterator[list[Node]]:
         yield made
 
 
-@pytest.fixture(params=["file", "s3"])
-def store(request: pytest.FixtureRequest, nodes: list[Node], tmp_path: Path) -> Iterator[Folder | S3Server]:
+@pytest.fixture(params=["file", "s3", "mooncake"])
+def store(request: pytest.FixtureRequest, nodes: list[Node], tmp_path: Path) -> Iterator[Store]:
     """A store that both nodes reach."""
     if request.param == "file":
         path = tmp_path / "shared"
         path.mkdir()
         yield Folder(path)
+        return
+    if request.param == "mooncake":
+        pytest.importorskip("mooncake.store", exc_type=ImportError)
+        cluster = MooncakeCluster(outer_address(nodes))
+        yield cluster
+        cluster.close()
         return
     server = S3Server(outer_address(nodes))
     yield server
@@ -45,7 +53,7 @@ def store(request: pytest.FixtureRequest, nodes: list[Node], tmp_path: Path) -> 
 class Site:
     """One node's daemon with a pool of its own, and the engines that run there one after another."""
 
-    def __init__(self, node: Node, daemons: DaemonFactory, store: Folder | S3Server, model: Path, logs: Path) -> None:
+    def __init__(self, node: Node, daemons: DaemonFactory, store: Store, model: Path, logs: Path) -> None:
         self._node, self._model, self._logs = node, model, logs
         self._engines = 0
         self.daemon: DaemonHandle = daemons(
@@ -97,13 +105,13 @@ class Site:
 
 
 def test_a_prompt_of_one_node_is_an_exact_hit_on_another_and_on_the_first_rebuilt_empty(
-    nodes: list[Node], daemons: DaemonFactory, store: Folder | S3Server, model: Path, tmp_path: Path
+    nodes: list[Node], daemons: DaemonFactory, store: Store, model: Path, tmp_path: Path
 ) -> None:
     learn_hashes([(TOKENS, BLOCK_TOKENS, "")])
     one, other = (Site(node, daemons, store, model, tmp_path) for node in nodes)
     cold, before = one.ask(Topology("tp2", tp=2))
     assert cold.cached == 0
-    wait_until(lambda: len(names_in(store.objects)) >= BLOCKS, 30)
+    assert one.stats()["remote_written_blocks"] >= BLOCKS
 
     warm, after = other.ask(Topology("pp2", pp=2))
     assert (warm.tokens, warm.cached) == (cold.tokens, full_hit(len(TOKENS)))

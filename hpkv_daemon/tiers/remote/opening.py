@@ -13,6 +13,7 @@ _NEEDED = {
     "gs": ("obstore", "object"),
     "az": ("obstore", "object"),
     "file": ("obstore", "object"),
+    "mooncake": ("mooncake", "mooncake"),
 }
 """Scheme -> module and the extra of HPKV that brings it."""
 
@@ -25,9 +26,13 @@ def require_packages(url: str) -> None:
         raise ConfigError(f"{scheme}:// needs the package {module}", f"run 'pip install hpkv[{extra}]'")
 
 
-def open_backend(url: str, pool: mmap.mmap | None = None) -> Backend:  # noqa: ARG001
+def open_backend(url: str, pool: mmap.mmap | None = None) -> Backend:
     """The backend of a URL that ``parse_remote`` took. ``pool``: memory that pieces lie in. Raises ``ConfigError``."""
     require_packages(url)
+    if url.startswith("mooncake:"):
+        from hpkv_daemon.tiers.remote.mooncake import MooncakeBackend
+
+        return MooncakeBackend(url, pool)
     from hpkv_daemon.tiers.remote.objects import ObjectBackend
 
     return ObjectBackend(url)

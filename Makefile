@@ -69,8 +69,8 @@ $(STAMPS)/hpkv: $(STAMPS)/engine pyproject.toml
 	@touch $@
 
 .PHONY: demo
-demo: venv ## Store a prompt with one engine, serve it to the next (JSON=1: facts as one line of JSON).
-	@$(BIN)/python examples/demo.py $(if $(filter-out 0,$(JSON)),--json)
+demo: venv ## Store a prompt with one engine, serve it to the next (JSON=1: as one line of JSON; CLUSTER=1: on two nodes).
+	@$(BIN)/python examples/$(if $(filter-out 0,$(CLUSTER)),cluster,demo).py $(if $(filter-out 0,$(JSON)),--json)
 
 .PHONY: check
 check: venv ## Lint, types, import contracts and the fast tests: some minutes.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.report import RESULTS, console
 
-NAMES = ("mover", "disk", "transfer", "control", "start", "engine", "peers")
+NAMES = ("mover", "disk", "transfer", "control", "start", "engine", "peers", "remote")
 _UNFIT = 2
 
 

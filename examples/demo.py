@@ -136,9 +136,12 @@ def _last_message(log: Path) -> str:
 
 
 class Daemon:
-    """hpkvd in a runtime directory of the demo, driven by its command line. A context manager."""
+    """hpkvd in a runtime directory of the demo, driven by its command line. A context manager.
 
-    def __init__(self, runtime: Path, pool: Path, storage: Path) -> None:
+    ``more``: variables on top of those that every demo sets.
+    """
+
+    def __init__(self, runtime: Path, pool: Path, storage: Path, more: dict[str, str] | None = None) -> None:
         self._script = Path(sys.executable).with_name("hpkvd")
         config = runtime / "hpkvd.toml"
         config.touch()
@@ -150,7 +153,7 @@ class Daemon:
             "HPKV_CONFIG": str(config),
         }
         foreign = {name: value for name, value in os.environ.items() if not name.startswith("HPKV_")}
-        self.environment = foreign | own | {"VLLM_ENABLE_HPKV": "1"}
+        self.environment = foreign | own | (more or {}) | {"VLLM_ENABLE_HPKV": "1"}
 
     def __enter__(self) -> Daemon:
         self._run("stop", "--force", may_fail=True)
@@ -169,6 +172,12 @@ class Daemon:
     def stats(self) -> dict[str, Any]:
         """Its counters."""
         found = json.loads(self._run("stats", "--json"))
+        assert isinstance(found, dict)
+        return found
+
+    def info(self) -> dict[str, Any]:
+        """What it tells about itself."""
+        found = json.loads(self._run("info", "--json"))
         assert isinstance(found, dict)
         return found
 

@@ -53,6 +53,10 @@ class Lookup:
     """Until when it is worth waiting for blocks that are read from storage."""
     coming: dict[int, float] = field(default_factory=dict)
     """Part of which blocks are on their way from storage -> when that was said."""
+    fetched_since: float = 0.0
+    """When that was said first, 0 if never."""
+    leading: dict[int, int] = field(default_factory=dict)
+    """Part -> how many leading blocks were here then."""
     given_up: bool = False
     """Nobody waits for it any more; leases that still come are given back at once."""
 
@@ -204,8 +208,11 @@ class Directory:
             self._suspect()
             hit, found, lease, coming = _ANSWER.values()
         lookup.found[index] = Found(part.block_tokens, part.window_tokens, hit, found)
-        if coming > 0 and time.monotonic() < lookup.patience:
-            lookup.coming[index] = time.monotonic()
+        now = time.monotonic()
+        if coming > 0 and now < lookup.patience:
+            lookup.coming[index] = now
+            lookup.fetched_since = lookup.fetched_since or now
+            lookup.leading.setdefault(index, lookup.found[index].leading)
         if lease and lookup.given_up:
             self.release({index: lease})
         elif lease:

@@ -51,12 +51,21 @@ class Pace:
     def __init__(self) -> None:
         self.computing = Speed()
         self.loading = Speed()
-        self._refused = 0
+        self.fetching = Speed()
+        """How fast blocks come from disk or from another node, before they can be loaded."""
+        self._refused = {"loading": 0, "fetching": 0}
 
     def worth_loading(self, now: float) -> bool:
         """Whether to load a hit. True unless both speeds are known and computing is faster by ``MARGIN``."""
-        computing, loading = self.computing.now(now), self.loading.now(now)
-        if computing is None or loading is None or computing < MARGIN * loading:
+        return self._worth("loading", self.loading, now)
+
+    def worth_waiting(self, now: float) -> bool:
+        """Whether to wait for blocks that come from disk or from another node. True in the same way."""
+        return self._worth("fetching", self.fetching, now)
+
+    def _worth(self, what: str, other: Speed, now: float) -> bool:
+        computing, speed = self.computing.now(now), other.now(now)
+        if computing is None or speed is None or computing < MARGIN * speed:
             return True
-        self._refused += 1
-        return self._refused % PROBE_EVERY == 0
+        self._refused[what] += 1
+        return self._refused[what] % PROBE_EVERY == 0

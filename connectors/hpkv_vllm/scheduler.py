@@ -151,6 +151,9 @@ class SchedulerConnector:
         keys = [keys[: limit // part.block_tokens] for part, keys in zip(self._directory, state.keys, strict=True)]
         state.lookup = self._directory.ask(keys, str(state.request.request_id)) if limit else None
         state.tokens = None if state.lookup else 0
+        if state.lookup is not None and self._pace is not None and not self._pace.worth_waiting(time.monotonic()):
+            # What is on its way is for those that ask later.
+            state.lookup.patience = 0.0
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond ``local_tokens`` that can be loaded; None while the daemon has not answered yet."""
@@ -187,10 +190,23 @@ class SchedulerConnector:
         state.tokens = 0
         if all(found):
             state.tokens = usable_tokens([one for one in found if one], self._limit(state.request), self._alignment)
+        self._time_fetch(lookup)
         for index, part in enumerate(self._directory):
             one = found[index]
             leading = one.leading if one and not part.window_tokens else state.tokens // part.block_tokens
             state.offered[index] = max(state.offered[index], leading)
+
+    def _time_fetch(self, lookup: Lookup) -> None:
+        """Blocks came from disk or another node while the request waited: how fast."""
+        if self._pace is None or not lookup.fetched_since:
+            return
+        now, parts = time.monotonic(), self._directory.parts
+        gained = [
+            (lookup.found[index].leading - before) * parts[index].block_tokens
+            for index, before in lookup.leading.items()
+            if index in lookup.found
+        ]
+        self._pace.fetching.sample(max(gained, default=0), now - lookup.fetched_since, now)
 
     # -- plans --------------------------------------------------------------------------------------------
 

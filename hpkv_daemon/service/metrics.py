@@ -105,7 +105,7 @@ def _has_storage(snapshot: Snapshot) -> bool:
 
 
 def _has_remote(snapshot: Snapshot) -> bool:
-    return snapshot.remote["state"] != "off"
+    return bool(snapshot.remote["state"] != "off")
 
 
 def _resident_bytes(snapshot: Snapshot) -> Iterable[Sample]:

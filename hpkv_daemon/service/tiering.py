@@ -132,13 +132,15 @@ class Tiering:
 
     def when_here(self, namespace: int, keys: Sequence[BlockKey], then: Callable[[], None]) -> None:
         """Call ``then`` as soon as none of these is on its way any more, or might be."""
-        unknown = self.left(namespace, keys)
-        if unknown and self._tier.inquire(self._blocks.namespaces[namespace].fingerprint, unknown, False):
+        left = self.left(namespace, keys)
+        if left and self._tier.inquire(self._blocks.namespaces[namespace].fingerprint, left, False):
             self._asking.append((namespace, keys, then))
             return
-        left = {(namespace, key) for key in keys} & self._coming
-        if left:
-            self._waiting.append((left, then))
+        # What was being found out when somebody asked for them may be known by now.
+        self.bring_each(namespace, left)
+        coming = {(namespace, key) for key in keys} & self._coming
+        if coming:
+            self._waiting.append((coming, then))
         else:
             then()
 
@@ -183,7 +185,6 @@ class Tiering:
     def _known(self) -> None:
         asking, self._asking = self._asking, []
         for namespace, keys, then in asking:
-            self.bring_each(namespace, self.left(namespace, keys))
             self.when_here(namespace, keys, then)
 
     def _tell(self, event: Changed) -> None:

@@ -78,9 +78,12 @@ def blocks(names: list[bytes]) -> dict[bytes, bytes]:
 
 
 def put(live: Observed, names: list[bytes]) -> None:
+    """Store blocks a few at a time, so that each is written before the pool needs its slot."""
     with BlockCache("app", SIZE, socket=live.socket) as cache:
-        assert cache.put(blocks(names)) == len(names)
-    written(live)
+        for start in range(0, len(names), 16):
+            some = names[start : start + 16]
+            assert cache.put(blocks(some)) == len(some)
+            written(live)
 
 
 def got(live: Observed, names: list[bytes]) -> list[bytes | None]:

@@ -71,3 +71,16 @@ def test_one_hit_in_so_many_is_loaded_whatever_was_measured(samples: list[tuple[
         now += later
         (made.computing if computing else made.loading).sample(tokens, seconds, now)
     assert any(made.worth_loading(now) for _ in range(PROBE_EVERY))
+
+
+def test_what_comes_slowly_from_other_nodes_is_not_waited_for_and_what_is_here_is_loaded() -> None:
+    made = pace_of(computing=10_000, loading=1_000_000)
+    assert made.worth_waiting(0.0)
+    for _ in range(LEAST_SAMPLES):
+        made.fetching.sample(1000, 1.0, 0.0)
+    assert not made.worth_waiting(0.0)
+    assert made.worth_loading(0.0)
+    assert any(made.worth_waiting(0.0) for _ in range(PROBE_EVERY))
+    for _ in range(LEAST_SAMPLES):
+        made.fetching.sample(1000, 0.01, 0.0)
+    assert made.worth_waiting(0.0)

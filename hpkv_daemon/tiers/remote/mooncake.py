@@ -70,7 +70,7 @@ class MooncakeBackend:
 
     def _connect(self) -> Any:
         # It tells of every step on stderr, which is the daemon's log.
-        os.environ.setdefault("GLOG_minloglevel", "2")
+        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
         try:
             store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
             host, _, port = self._master.rpartition(":")

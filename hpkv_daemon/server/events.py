@@ -124,7 +124,9 @@ class EventPublisher:
         os.chmod(path, mode)
 
     def publish(self, sequence: int, batch: bytes) -> None:
-        """Send a batch to whoever listens."""
+        """Send a batch to whoever listens; nobody does at the very end."""
+        if self._events.closed:
+            return
         with contextlib.suppress(zmq.Again):
             self._events.send_multipart((TOPIC, _eight(sequence), batch), zmq.NOBLOCK)
         self._remembered.append((sequence, batch))

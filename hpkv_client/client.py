@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from hpkv_client.control import PAGE_BYTES, ControlPage
 from hpkv_client.errors import CopyFailed, NotRegistered, UnknownSession, Unreachable, UsageError
@@ -139,10 +139,10 @@ class BlockCache:
             return [False] * len(keys)
         return [bool(flag) for flag in answer["found"]]
 
-    def _move(self, verb: str, keys: Sequence[bytes], indices: Iterable[int]) -> Body:
+    def _move(self, verb: str, keys: Sequence[bytes], indices: Iterable[int], **more: Any) -> Body:
         self._require_quiet()
         self._job += 1
-        body = {"job": self._job, "keys": self._keys(keys), "blocks": pack_blocks(list(indices))}
+        body = {"job": self._job, "keys": self._keys(keys), "blocks": pack_blocks(list(indices)), **more}
         try:
             return self._call(verb, body)
         except Unreachable:

@@ -36,6 +36,8 @@ _MODULES = {
     "explain": "query",
     "check": "query",
     "clear": "query",
+    "export": "archiving",
+    "restore": "archiving",
     "drain": "storage",
     "scrub": "storage",
     "import": "storage",

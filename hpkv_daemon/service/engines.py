@@ -76,6 +76,8 @@ class Engine:
         """What its namespace is made of, for operators."""
         self.key_namespace, self.group = b"", 0
         """Under which it makes block keys, for routers; empty if it does not say."""
+        self.archive = False
+        """Its fingerprint is that of a namespace as the daemon names it: an operator copies blocks of others."""
         self.ranks: dict[int, Rank] = {}
         self.layout: CanonicalLayout | None = None
         self.namespace: int | None = None
@@ -125,6 +127,8 @@ class Engine:
         Raises ``LayoutRefused`` when the shards do not tile it.
         """
         self.layout = canonical_layout([rank.shard for rank in self.ranks.values()])
+        if self.archive:
+            return self.fingerprint
         return typed_digest(b"hpkv-layout-v1", self.fingerprint, self.layout.description)
 
     def attachment_of(self, rank: Rank) -> Attachment:

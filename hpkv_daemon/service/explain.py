@@ -69,6 +69,9 @@ class Explanations:
     def opened(self, number: int, engine: Engine) -> None:
         """An engine is complete in this namespace."""
         assert engine.layout is not None
+        if engine.archive:
+            self._namespaces.setdefault(number, Namespace(engine.model, engine.fields))
+            return
         layout = typed_digest(engine.layout.description).hex()[:12]
         fields = engine.fields | {"block tokens": str(engine.block_tokens), "layout": f"#{layout}"}
         self._namespaces[number] = Namespace(engine.model, fields)
@@ -77,6 +80,11 @@ class Explanations:
         """The model of a namespace, empty if no engine told."""
         known = self._namespaces.get(number)
         return known.model if known else ""
+
+    def fields_of(self, number: int) -> dict[str, str]:
+        """What a namespace is made of, empty if no engine told."""
+        known = self._namespaces.get(number)
+        return known.fields if known else {}
 
     def looked_up(
         self, engine: Engine, request: str, keys: Sequence[BlockKey], hit: int, coming: int, moment: float

@@ -29,6 +29,8 @@ from hpkv_daemon.core.index import NONE
 from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.faults import Faults
 from hpkv_daemon.movers.base import Attached, Mover
+from hpkv_daemon.service.access import require_owner
+from hpkv_daemon.service.archive import ArchiveVerbs
 from hpkv_daemon.service.chain import TierChain
 from hpkv_daemon.service.clock import AwakeClock
 from hpkv_daemon.service.engines import Engine, Rank
@@ -136,6 +138,7 @@ class Service:
         self._open_verbs: dict[str, Callable[[Peer, Request], Body | None]] = {
             "hello": self._hello,
             **SettingVerbs(settings, self._answer).verbs,
+            **ArchiveVerbs(store, self._explanations).verbs,
             **PinVerbs(store, self._explanations).verbs,
             **self._operators.verbs,
         }
@@ -311,6 +314,8 @@ class Service:
                 "register from the process that owns the memory, in the daemon's PID namespace",
             )
         shard = wire.shard_from_wire(body)
+        if body["archive"]:
+            require_owner(peer, "copy whole namespaces")
         self._take_over(peer, session, body["rank"])
         engine = self._engines.get(session.engine)
         if engine is None:
@@ -332,7 +337,7 @@ class Service:
             body["place"],
         )
         engine.admit(rank, body["world"], body["namespace"])
-        engine.fields = body["fields"]
+        engine.fields, engine.archive = body["fields"], body["archive"]
         engine.key_namespace, engine.group = body["key_namespace"] or b"", body["group"]
         self._engines[engine.name] = engine
         if engine.complete:
@@ -360,8 +365,9 @@ class Service:
             fingerprint = engine.prove()
             assert engine.layout is not None
             engine.namespace = self._store.open_namespace(fingerprint, engine.layout.block_bytes, engine.model)
-            home = self._store.blocks.namespaces[engine.namespace]
-            home.block_tokens, home.group = engine.block_tokens, engine.group
+            if not engine.archive:
+                home = self._store.blocks.namespaces[engine.namespace]
+                home.block_tokens, home.group = engine.block_tokens, engine.group
             self._explanations.opened(engine.namespace, engine)
             for rank in engine.ranks.values():
                 if rank.attachment:

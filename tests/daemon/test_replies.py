@@ -21,6 +21,7 @@ class ClumsyDaemon(PatchedDaemon):
 import os
 from pathlib import Path
 from hpkv_client.wire import VERBS
+from hpkv_daemon.service.archive import ArchiveVerbs
 from hpkv_daemon.service.live import SettingVerbs
 from hpkv_daemon.service.operators import Operators
 from hpkv_daemon.service.pinning import PinVerbs
@@ -29,7 +30,7 @@ from hpkv_daemon.service.service import Service
 file = Path(os.environ["HPKV_SOCKET"]).parent / "clumsy"
 
 def clumsy(name, verb):
-    owner = next(owner for owner in (Service, Operators, SettingVerbs, PinVerbs) if hasattr(owner, name))
+    owner = next(owner for owner in (Service, Operators, SettingVerbs, PinVerbs, ArchiveVerbs) if hasattr(owner, name))
     real = getattr(owner, name)
     def asked():
         return file.read_text() if file.exists() else ""
@@ -75,6 +76,7 @@ def right_body(rank: Rank, verb: str) -> Body:
         "put": {"job": job, "keys": rank.keys(hashes("b")), "blocks": pack_blocks([1])},
         "get": {"job": job, "keys": keys, "blocks": pack_blocks([1])},
         "cancel": {"job": job},
+        "blocks": {"namespace": bytes.fromhex(rank.call("info")["namespaces"][-1]["id"])},
         "set": {"name": "log_level", "value": "info"},
     }
     if verb == "pin":

@@ -187,6 +187,7 @@ REPLIES = {
     "stats": None,
     "leases": {"leases"},
     "hot": {"prefixes"},
+    "blocks": {"keys", "parents", "after", "model", "block_bytes", "block_tokens", "fields"},
     "pins": {"pins", "pinned_bytes", "limit_bytes"},
     "pin": {"pins"},
     "unpin": {"unpinned"},
@@ -220,6 +221,9 @@ def test_every_verb_is_answered_with_these_fields(live: Observed) -> None:
             "load": {"job": job, "lease": lease, "first": 0, "blocks": blocks},
             "release": {"lease": lease},
             "cancel": {"job": job},
+            "blocks": {
+                "namespace": bytes.fromhex(live.ask("info")["namespaces"][0]["id"]) if verb == "blocks" else b""
+            },
             "pin": {"request": "r"},
             "set": {"name": "log_level", "value": "info"},
         }.get(verb, {})

@@ -113,9 +113,10 @@ def test_resident_reserved_and_pinned_are_three_numbers(live: Observed) -> None:
         assert gauges() == (8, 0, 0, 0)
         _, lease = rank.match(hashes(*range(8)))
         assert gauges() == (8, 0, 1, 1)
-        live.faults("commit=delay:0.3")
+        live.faults("commit=delay:2")
         request = rank.ask_store(hashes(*range(8, 12)), range(8, 12), parent=hashes(7)[0])
-        wait_until(lambda: gauges() == (8, 4, 1, 1))
+        wait_until(lambda: live.stats()["pool_reserved_blocks"] == 4)
+        assert gauges() == (8, 4, 1, 1)
         assert rank.reply(request).result()["kept"] == 4
         assert gauges() == (12, 0, 1, 1)
         rank.call("release", lease=lease)

@@ -22,7 +22,7 @@ def test_each_block_is_written_once_and_the_shares_differ_by_one_at_most(
     for number, slots in enumerate(reserved):
         blocks = range(100, 100 + len(slots))
         reservation = Reservation(0, "engine", slots)
-        job = StoreJob(number, Keys(b""), None, False, reservation, 0.0, set(), turn)
+        job = StoreJob(number, Keys(b""), None, False, reservation, 0.0, set(), 0, turn)
         turn += sum(slot >= 0 for slot in slots)
         written = [job.part_of(RankShard((), 200, replicas, replica), blocks) for replica in range(replicas)]
         for replica, part in enumerate(written):

@@ -121,6 +121,8 @@ def test_what_belongs_to_the_node_is_refused_to_others(remote: Channel, rank: Ra
         "put": {"job": 1, "keys": b"", "blocks": b""},
         "get": {"job": 1, "keys": b"", "blocks": b""},
         "cancel": {"job": 1},
+        "set": {"name": "log_level", "value": "debug"},
+        "blocks": {"namespace": bytes(32)},
     }
     with pytest.raises(NotPermitted, match="not for other nodes"):
         remote.call(verb, bodies.get(verb, {}), 5.0)

@@ -97,6 +97,7 @@ BODIES: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "get": st.fixed_dictionaries(_MOVES),
     "cancel": st.fixed_dictionaries({"job": numbers}),
     "clear": st.fixed_dictionaries({}, optional={"namespace": st.none() | digests}),
+    "blocks": st.fixed_dictionaries({"namespace": digests}, optional={"after": numbers}),
     "set": st.fixed_dictionaries({"name": texts, "value": texts}),
 }
 requests = st.sampled_from(sorted(VERBS)).flatmap(

@@ -123,6 +123,20 @@ HOT: dict[str, Any] = {
     ]
 }
 
+PINS: dict[str, Any] = {
+    "pins": [
+        {
+            "prefix": "0123456789abcdef",
+            "namespace": "cd" * 32,
+            "model": "llama [8b]",
+            "blocks": 32,
+            "bytes": 32 * (8 << 20),
+        }
+    ],
+    "pinned_bytes": 32 * (8 << 20),
+    "limit_bytes": 2 << 30,
+}
+
 EVENTS: list[dict[str, Any]] = [
     {"age_seconds": 4.5, "kind": "opened", "engine": "e1", "name": "worker", "pid": 77, "uid": 1000},
     {

@@ -29,6 +29,7 @@ _MODULES = {
     "clients": "sessions",
     "leases": "sessions",
     "hot": "hot",
+    "warm": "warm",
     "pins": "pins",
     "pin": "pins",
     "unpin": "pins",

@@ -12,6 +12,7 @@ from hpkv_daemon.cli.hot import PREFIXES
 from hpkv_daemon.cli.latency import line, summary
 from hpkv_daemon.cli.monitor import line as monitor_line
 from hpkv_daemon.cli.overview import ORDERS, Sample, layout, overview
+from hpkv_daemon.cli.pins import PINS
 from hpkv_daemon.cli.sessions import CLIENTS, LEASES, clients_in
 from hpkv_daemon.cli.tables import table
 from tests import samples
@@ -82,6 +83,10 @@ def test_figures(shown: str, text: str) -> None:
 
 def test_hot() -> None:
     assert_golden("hot.txt", rendered(table(PREFIXES, samples.HOT["prefixes"])))
+
+
+def test_pins() -> None:
+    assert_golden("pins.txt", rendered(table(PINS, samples.PINS["pins"])))
 
 
 def test_monitor() -> None:

@@ -93,6 +93,7 @@ INFO: dict[str, Any] = {
         "queued_bytes": 0,
         "pid": 4301,
     },
+    "remote": {"state": "off"},
 }
 
 LEASES: dict[str, Any] = {

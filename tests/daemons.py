@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner
+
 from hpkv_client.errors import HpkvError
 from hpkv_client.launch import listener
 from hpkv_client.transport import Channel
+from hpkv_daemon.cli import hpkvd as commands
 
 READY_SECONDS = 20.0
 POOL_SIZE = "64m"
@@ -32,6 +35,13 @@ def hpkvd(*arguments: str, env: dict[str, str], cwd: Path | None = None) -> subp
     done = subprocess.run([*HPKVD, *arguments], env=env, cwd=cwd, capture_output=True, text=True, timeout=60)
     assert "Traceback" not in done.stderr, done.stderr
     return done
+
+
+def hpkvd_here(*arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which is faster: for tests of what is printed. Not for commands that start a daemon."""
+    done = CliRunner().invoke(commands, arguments, env=dict.fromkeys(os.environ) | env)
+    said = done.stderr if done.exception is None else f"{done.stderr}{done.exception!r}"
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, said)
 
 
 def refusal(*arguments: str, env: dict[str, str], exit_code: int, cwd: Path | None = None) -> str:

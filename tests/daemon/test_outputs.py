@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemons import hpkvd
+from tests.daemons import hpkvd_here
 from tests.outputs import assert_golden, shape
 from tests.support import Observed, Rank, hashes, observed_daemon, plain_shard
 
@@ -78,9 +78,9 @@ def test_a_command_prints_what_it_always_did(live: Observed, tmp_path: Path, nam
     for form in ([], ["--json"]):
         names = {"FILE": str(tmp_path / f"{name}{len(form)}"), "NAMESPACE": namespace}
         if name in BEFORE:
-            first = hpkvd(*(names.get(word, word) for word in BEFORE[name]), env=live.handle.env)
+            first = hpkvd_here(*(names.get(word, word) for word in BEFORE[name]), env=live.handle.env)
             assert first.returncode == 0, first.stderr
-        done = hpkvd(*(names.get(word, word) for word in COMMANDS[name]), *form, env=live.handle.env)
+        done = hpkvd_here(*(names.get(word, word) for word in COMMANDS[name]), *form, env=live.handle.env)
         assert done.returncode == 0, done.stderr
         printed.append(done)
     directories = [tmp_path, live.socket.parent, live.handle.pool_directory]

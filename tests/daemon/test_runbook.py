@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpkv_client.errors import BY_CODE
-from tests.daemons import DaemonFactory, hpkvd
+from tests.daemons import DaemonFactory, hpkvd, hpkvd_here
 from tests.support import Rank, hashes, plain_shard
 
 _TEXT = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text()
@@ -58,7 +58,7 @@ def test_the_commands_of_a_symptom_run(symptom: str, env: dict[str, str], tmp_pa
         try:
             for command in SYMPTOMS[symptom]:
                 words = [word.replace("/tmp/", f"{tmp_path}/") for word in shlex.split(command)[1:]]
-                done = hpkvd(*words, env=env)
+                done = (hpkvd if words[0] == "restart" else hpkvd_here)(*words, env=env)
                 assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
                 assert done.stdout or done.stderr, command
         finally:

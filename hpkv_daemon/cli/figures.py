@@ -36,6 +36,8 @@ def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f}%" if whole else "-"
 
 
-def count(number: float) -> str:
-    """``1,234``"""
+def count(number: float | None) -> str:
+    """``1,234``; ``-`` for what nobody knows."""
+    if number is None:
+        return "-"
     return f"{number:,.0f}"

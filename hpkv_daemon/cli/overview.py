@@ -107,16 +107,7 @@ def overview(before: Sample, now: Sample, order: str = "size") -> dict[str, Any]
                 "write_bytes_per_second": per_second("storage_written_bytes"),
                 "evicted_blocks_per_second": per_second("storage_evicted_blocks"),
             },
-            {
-                "tier": "remote",
-                "state": now.info["remote"]["state"],
-                "used_bytes": None,
-                "size_bytes": None,
-                "blocks": None,
-                "read_bytes_per_second": per_second("remote_read_bytes"),
-                "write_bytes_per_second": per_second("remote_written_bytes"),
-                "evicted_blocks_per_second": None,
-            },
+            *_remote(now, per_second),
         ],
         "namespaces": sorted(namespaces, key=key, reverse=descending),
         "engines": [
@@ -155,3 +146,22 @@ def layout(found: Mapping[str, Any], footer: str = "") -> RenderableType:
     if footer:
         parts += [Text(), Text(footer, style="dim")]
     return Group(*parts)
+
+
+def _remote(now: Sample, per_second: Callable[[str], float]) -> list[dict[str, Any]]:
+    """The row of the tier that nodes share, if there is one. How much it holds is known to the store only."""
+    state = now.info.get("remote", {}).get("state", "off")
+    if state == "off":
+        return []
+    return [
+        {
+            "tier": "remote",
+            "state": state,
+            "used_bytes": None,
+            "size_bytes": None,
+            "blocks": None,
+            "read_bytes_per_second": per_second("remote_read_bytes"),
+            "write_bytes_per_second": per_second("remote_written_bytes"),
+            "evicted_blocks_per_second": None,
+        }
+    ]

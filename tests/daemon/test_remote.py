@@ -13,7 +13,10 @@ import obstore
 import pytest
 
 from hpkv_client.client import BlockCache
+from hpkv_daemon.cli.overview import Sample, overview
+from hpkv_daemon.service.metrics import METRICS
 from tests.daemons import DaemonFactory, hpkvd, refusal
+from tests.scrape import Scraper
 from tests.stores import Folder, S3Server, names_in
 from tests.support import Observed, Rank, content, hashes, observed_daemon, plain_shard, wait_until
 
@@ -100,21 +103,24 @@ def test_what_one_node_stored_another_one_gets(store: Folder | S3Server) -> None
         assert stats["promoted_blocks"] == stats["remote_read_blocks"] == 40
         assert got(other, names) == list(blocks(names).values())
         assert other.stats()["remote_read_blocks"] == 40
+        (row,) = [row for row in overview_of(other)["tiers"] if row["tier"] == "remote"]
+        assert row["state"] == "ready"
+        assert row["read_bytes_per_second"] > 0
         for live in (one, other):
             live.assert_sound()
 
 
-def test_a_node_that_was_rebuilt_empty_hits_what_it_stored_before(store: Folder | S3Server) -> None:
+def test_a_node_that_was_rebuilt_empty_hits_what_it_stored_before(folder: Folder) -> None:
     names = keys(30)
-    with node(store) as live:
+    with node(folder) as live:
         put(live, names)
-    with node(store) as again:
+    with node(folder) as again:
         assert got(again, names) == list(blocks(names).values())
 
 
-def test_a_prefix_of_another_node_comes_as_a_prefix(store: Folder | S3Server) -> None:
+def test_a_prefix_of_another_node_comes_as_a_prefix(folder: Folder) -> None:
     chain = hashes(*(f"block {i}" for i in range(40)))
-    with node(store) as one, node(store) as other:
+    with node(folder) as one, node(folder) as other:
         with Rank(one.socket, plain_shard(SIZE, 40)) as rank:
             rank.hello().register().ready()
             for number, prefix in enumerate(chain):
@@ -277,7 +283,10 @@ def remote_command(store: Folder | S3Server, *arguments: str, exit_code: int = 0
         factory.close()
 
 
-def test_operators_check_list_and_remove(store: Folder | S3Server) -> None:
+def test_operators_check_list_and_remove(server: S3Server) -> None:
+    store = server
+    for path in names_in(store.objects):
+        obstore.delete(store.objects, path)
     checked = remote_command(store, "check")
     assert {"put_seconds", "exists_seconds", "get_seconds", "delete_seconds"} < set(checked)
     assert names_in(store.objects) == []
@@ -304,3 +313,26 @@ def test_a_check_of_a_store_that_refuses_or_is_not_there_says_so(server: S3Serve
     gone = Folder(missing)
     missing.rmdir()
     assert "put does not work" in remote_command(gone, "check", exit_code=69)["error"]
+
+
+def test_what_the_tier_does_is_in_the_metrics(folder: Folder) -> None:
+    with node(folder, HPKV_METRICS="127.0.0.1:0") as live:
+        put(live, keys(6))
+        live.ask("clear")
+        assert got(live, keys(6)) == list(blocks(keys(6)).values())
+        found = Scraper(live.channel).metrics()
+        wanted = {metric.name for metric in METRICS if metric.name.startswith("hpkv_remote_")}
+        assert wanted <= found.names
+        moved = {
+            (sample.labels["tier"], sample.labels["direction"]): sample.value
+            for family in found.families
+            if family.name == "hpkv_transfer_blocks"
+            for sample in family.samples
+        }
+        assert (moved["remote", "store"], moved["remote", "load"]) == (6, 6)
+
+
+def overview_of(live: Observed) -> dict[str, Any]:
+    """What ``hpkvd top`` shows."""
+    sample = Sample(0.0, live.stats(), live.ask("info"))
+    return overview(sample, sample)

@@ -261,7 +261,7 @@ class Bench:
 @contextmanager
 def stores(directory: Path) -> Iterator[dict[str, Store]]:
     """All stores of this machine."""
-    server, cluster = S3Server(), MooncakeCluster()
+    server, cluster = S3Server(), MooncakeCluster(lent_bytes=1 << 30)
     try:
         yield {"file": Folder(directory), "mooncake": cluster, "s3": server}
     finally:

@@ -15,8 +15,8 @@ _LENDER = """
 import sys
 from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
-host, master = sys.argv[1:]
-if store.setup(host, "P2PHANDSHAKE", 256 << 20, 16 << 20, "tcp", "", master):
+host, master, lent_bytes = sys.argv[1:]
+if store.setup(host, "P2PHANDSHAKE", int(lent_bytes), 16 << 20, "tcp", "", master):
     sys.exit("the lender could not be set up")
 print("ready", flush=True)
 sys.stdin.read()
@@ -26,7 +26,8 @@ sys.stdin.read()
 class MooncakeCluster:
     """A master and one lender. Both can be killed and started again, empty then. ``close`` it."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", lent_bytes: int = 256 << 20) -> None:
+        self._lent_bytes = lent_bytes
         with socket.socket() as rpc, socket.socket() as metrics:
             rpc.bind((host, 0))
             metrics.bind((host, 0))
@@ -43,7 +44,7 @@ class MooncakeCluster:
         self._master = subprocess.Popen([program, *ports], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_until(self._listens, START_SECONDS, "the master did not start")
         self._lender = subprocess.Popen(
-            [sys.executable, "-c", _LENDER, self._host, f"{self._host}:{self._port}"],
+            [sys.executable, "-c", _LENDER, self._host, f"{self._host}:{self._port}", str(self._lent_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

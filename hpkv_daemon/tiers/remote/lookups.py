@@ -44,7 +44,7 @@ class Lookups:
     def inquire(self, fingerprint: bytes, keys: Sequence[BlockKey], chain: bool) -> bool:
         """See ``Tier``."""
         shared, now = self._shared, self._shared.clock()
-        if shared.unreadable(fingerprint, now):
+        if shared.unreadable(fingerprint):
             return False
         if not chain:
             unknown = [key for key in keys if shared.presence.find(fingerprint, key, now) is None][:MOST_EACH]
@@ -61,8 +61,6 @@ class Lookups:
     def _begin(self, fingerprint: bytes, search: Search, now: float) -> bool:
         if len(self._under_way) == MOST_LOOKUPS:
             return False
-        # Where it is not known whether the store works again, this one finds out.
-        self._shared.reading.due(now)
         lookup = _Lookup(fingerprint, search, now + LOOKUP_SECONDS)
         self._under_way.append(lookup)
         self._shared.counters["lookups"] += 1

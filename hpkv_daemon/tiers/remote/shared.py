@@ -106,9 +106,12 @@ class Shared:
             breaker.fail(reply.problem, self.clock())
         return False
 
-    def unreadable(self, fingerprint: bytes, now: float) -> bool:
-        """Whether nothing of a namespace can be found or read now."""
-        return self.closed or fingerprint in self.to_clear or not self.process.alive or self.reading.is_open(now)
+    def unreadable(self, fingerprint: bytes) -> bool:
+        """Whether nothing of a namespace can be found or read now.
+
+        While reads fail, no request finds out whether they work again: the tier does that by itself.
+        """
+        return self.closed or fingerprint in self.to_clear or not self.process.alive or bool(self.reading.reason)
 
 
 def for_each(reply: Reply, count: int) -> tuple[Outcome, ...]:

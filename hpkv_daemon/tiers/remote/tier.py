@@ -81,14 +81,13 @@ class RemoteTier:
 
     def match(self, fingerprint: bytes, keys: Sequence[BlockKey]) -> int:
         """See ``Tier``: for all that is known."""
-        now = self._clock()
-        unreadable = self._shared.unreadable(fingerprint, now)
-        return 0 if unreadable else self._shared.presence.match(fingerprint, keys, now)
+        unreadable = self._shared.unreadable(fingerprint)
+        return 0 if unreadable else self._shared.presence.match(fingerprint, keys, self._clock())
 
     def contains(self, fingerprint: bytes, keys: Sequence[BlockKey]) -> list[bool]:
         """See ``Tier``: for all that is known."""
         now = self._clock()
-        readable = not self._shared.unreadable(fingerprint, now)
+        readable = not self._shared.unreadable(fingerprint)
         return [readable and bool(self._shared.presence.find(fingerprint, key, now)) for key in keys]
 
     def inquire(self, fingerprint: bytes, keys: Sequence[BlockKey], chain: bool) -> bool:
@@ -119,7 +118,7 @@ class RemoteTier:
         self._check_jobs(jobs)
         size, now, shared = sum(job.length for job in jobs), self._clock(), self._shared
         refused = self._reading_bytes + size > self._queue_bytes or not jobs
-        if refused or any(shared.unreadable(job.fingerprint, now) for job in jobs):
+        if refused or any(shared.unreadable(job.fingerprint) for job in jobs):
             shared.counters["refused_reads"] += len(jobs)
             return None
         batch = shared.batch(Direction.READ, jobs)

@@ -125,7 +125,7 @@ def get(name: str, as_json: bool, timeout: float, **flags: Any) -> None:
 @reply_timeout(5.0)
 @setting_options(*CLIENT_SETTINGS)
 def set_(name: str, value: str, as_json: bool, timeout: float, **flags: Any) -> None:
-    """Change a setting of the running daemon until the next reload or restart: log_level, lease_seconds or quotas.
+    """Change log_level, lease_seconds, quotas or storage_daily_writes until the next reload or restart.
 
     An empty VALUE is the default. Exit 2 for a setting that needs a restart.
     """

@@ -92,6 +92,13 @@ class WriteAllowance:
         self._filled = now
         return self._left
 
+    def change(self, daily_bytes: int | None, now: float) -> None:
+        """Another limit from now on; what was saved up stays, as far as the new one holds so much."""
+        left = self.left(now) if self._daily_bytes is not None else (daily_bytes or 0) / _HEAD_START
+        self._daily_bytes = daily_bytes
+        self._left = min(left, daily_bytes or 0)
+        self._filled = now
+
     def spend(self, size: int) -> None:
         """So many bytes were written."""
         if self._daily_bytes is not None:

@@ -135,6 +135,7 @@ class Service:
         )
         settings.on_change("lease_seconds", lambda _: None)
         settings.on_change("quotas", store.blocks.set_quotas)
+        settings.on_change("storage_daily_writes", disk.allow)
         self._open_verbs: dict[str, Callable[[Peer, Request], Body | None]] = {
             "hello": self._hello,
             **SettingVerbs(settings, self._answer).verbs,

@@ -71,6 +71,10 @@ class Tiering:
         reactor.add_reader(tier.fileno(), self.poll)
         tier.recover()
 
+    def allow(self, daily_bytes: int | None) -> None:
+        """So much may be written to the tier in a day from now on."""
+        self._behind.allow(daily_bytes)
+
     def used(self, namespace: int, keys: Sequence[BlockKey]) -> None:
         """These blocks were found in memory."""
         self._behind.used(namespace, keys)

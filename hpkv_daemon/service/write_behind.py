@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from hpkv_client.types import BlockKey
 from hpkv_client.wire import Body
@@ -91,6 +92,12 @@ class WriteBehind:
         """These blocks were of use; cheap, the rest is done in ``tick``."""
         if self._on and keys:
             self._used.append((namespace, keys))
+
+    def allow(self, daily_bytes: int | None) -> None:
+        """So much may be written in a day from now on; None: any number of bytes."""
+        self._policy = replace(self._policy, daily_bytes=daily_bytes)
+        self._allowance.change(daily_bytes, self._clock())
+        self.sweep_all()
 
     # -- what to write ------------------------------------------------------------------------------------
 

@@ -81,6 +81,18 @@ def test_quotas_change_at_once_and_what_is_too_much_leaves(daemon: DaemonFactory
     assert hpkvd("check", env=handle.env).returncode == 0
 
 
+def test_the_daily_writes_of_a_disk_change_at_once(daemon: DaemonFactory) -> None:
+    env = daemon.environment()
+    handle = daemon(HPKV_KV_STORAGE_PATH=Path(env["HPKV_SOCKET"]).parent / "disk", HPKV_STORAGE_SIZE="64m")
+    ask = handle.client().call
+    assert ask("info", {}, 10)["storage"]["allowed_bytes"] is None
+    assert hpkvd("config", "set", "storage_daily_writes", "24m", env=handle.env).returncode == 0
+    assert (1 << 20) <= ask("info", {}, 10)["storage"]["allowed_bytes"] < (2 << 20)
+    assert used(handle, "storage_daily_writes_bytes") == 24 << 20
+    assert hpkvd("config", "set", "storage_daily_writes", "", env=handle.env).returncode == 0
+    assert ask("info", {}, 10)["storage"]["allowed_bytes"] is None
+
+
 def test_reload_applies_the_file_and_names_what_needs_a_restart(daemon: DaemonFactory) -> None:
     handle = daemon()
     Path(handle.env["HPKV_CONFIG"]).write_text('lease_seconds = 11\npolicy = "s3fifo"\nload_deadline_seconds = 9\n')

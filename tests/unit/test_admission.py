@@ -77,3 +77,17 @@ def test_about_a_quarter_is_cold(uses: list[int]) -> None:
 
 def test_nothing_is_cold_where_nothing_is() -> None:
     assert coldest_quarter([]) == 0
+
+
+def test_the_allowance_changes_and_keeps_what_was_saved_up() -> None:
+    allowance = WriteAllowance(2400, 0.0)
+    assert allowance.left(3600.0) == pytest.approx(200)
+    allowance.change(24_000, 3600.0)
+    assert allowance.left(3600.0) == pytest.approx(200)
+    assert allowance.left(7200.0) == pytest.approx(1200)
+    allowance.change(240, 7200.0)
+    assert allowance.left(7200.0) == pytest.approx(240)
+    allowance.change(None, 7200.0)
+    assert allowance.left(7200.0) == float("inf")
+    allowance.change(2400, 7200.0)
+    assert allowance.left(7200.0) == pytest.approx(100)

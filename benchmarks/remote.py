@@ -106,6 +106,7 @@ class MooncakeClient:
         self._client: Any = MooncakeDistributedStore()
         master = store.url.partition("://")[2]
         self._client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master)
+        self._memory = memory
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._client.register_buffer(self._base, len(memory))
 

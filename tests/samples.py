@@ -93,7 +93,7 @@ INFO: dict[str, Any] = {
         "queued_bytes": 0,
         "pid": 4301,
     },
-    "remote": {"state": "off"},
+    "remote": {"state": "ready"},
 }
 
 LEASES: dict[str, Any] = {

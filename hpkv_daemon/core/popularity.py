@@ -11,9 +11,9 @@ REMEMBERED = 4096
 class Popularity:
     """Counts how often each prefix was the longest one found.
 
-    When there are more prefixes than are remembered, all counts are halved until half of them are free: what is used
-    again and again stays, what was used long ago fades. Plain dicts of bytes and integers, because the garbage
-    collector does not walk those.
+    When there are more prefixes than are remembered, the half of them that is used more stays, with half its counts:
+    what is used again and again stays, what was used long ago fades. Plain dicts of bytes and integers, because the
+    garbage collector does not walk those.
     """
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
@@ -35,8 +35,9 @@ class Popularity:
         self._uses[prefix] = known + 1
 
     def _fade(self) -> None:
-        while 2 * len(self._uses) > self._remembered:
-            self._uses = {prefix: uses // 2 for prefix, uses in self._uses.items() if uses > 1}
+        ranked = sorted(self._uses.items(), key=lambda entry: entry[1])
+        # Of those used equally often the ones seen last are kept: sorting leaves them in their order.
+        self._uses = {prefix: max(1, uses // 2) for prefix, uses in ranked[-(self._remembered // 2) :]}
 
     def most(self, count: int) -> list[tuple[int, BlockKey, int]]:
         """(namespace, key, uses) of those used most, the most used first."""

@@ -130,6 +130,17 @@ def test_models_without_a_quota_share_one_account_and_a_pattern_gives_each_its_o
     assert of("llama-8b").maximum == 4 * EXTENT
 
 
+def assert_victims_are_their_own(store: BlockStore) -> None:
+    """Each policy names a block of one of its own namespaces, and each namespace has the policy of its account."""
+    known = {id(policy): owner for policies in store.blocks._policies for owner, policy in policies}
+    for namespace in store.blocks.namespaces:
+        assert known[id(namespace.policy)] is namespace.account
+    for policies in store.blocks._policies:
+        for _, policy in policies:
+            victim = policy.victim()
+            assert victim is None or store.blocks.namespace_of(victim).policy is policy
+
+
 changes = st.lists(
     st.one_of(
         st.tuples(st.just("put"), st.integers(0, 2), st.integers(0, 12), st.integers(1, 6)),
@@ -168,6 +179,7 @@ def test_quotas_change_under_a_full_pool(
             store.blocks.set_quotas([quota for quota in what[0] if quota.pattern in named])
             assert {account.name for account in store.blocks.accounts} == named | {""}
         store.check()
+        assert_victims_are_their_own(store)
     store.drop("reader")
     store.blocks.settle_quotas()
     for account in store.blocks.accounts:

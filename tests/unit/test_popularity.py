@@ -31,3 +31,18 @@ def test_what_is_used_again_and_again_stays_among_many_that_are_not() -> None:
         found.used(0, number.to_bytes(4, "big"))
         found.used(0, b"hot")
     assert found.most(1)[0][1] == b"hot"
+
+
+def test_of_many_that_are_used_much_the_half_that_is_used_more_stays_with_half_its_counts() -> None:
+    found = Popularity(8)
+    for number in range(9):
+        for _ in range(5 + 10 * number):
+            found.used(0, bytes([number]))
+    assert [(key[0], uses) for _, key, uses in found.most(8)] == [(8, 85), (7, 37), (6, 32), (5, 27), (4, 22)]
+
+
+def test_of_those_used_equally_often_the_ones_seen_last_stay() -> None:
+    found = Popularity(4)
+    for number in range(5):
+        found.used(0, bytes([number]))
+    assert sorted(key[0] for _, key, _ in found.most(8)) == [2, 3, 4]

@@ -313,12 +313,29 @@ def _prove_apart(layers: Sequence[Layer], blocks: int) -> None:
 
     Two names for the very same memory (layers that share their KV) are fine: block meets block.
     """
-    pieces = {
-        (run.region, run.block_stride, run.local_offset, run.size): layer.name for layer in layers for run in layer.runs
-    }
+    pieces = {piece: layer.name for layer in layers for piece in _pieces(layer)}
     for (piece, name), (other, other_name) in combinations(sorted(pieces.items()), 2):
         if _overlap(piece, other, blocks):
             raise LayoutRefused(f"layers {name} and {other_name} overlap in memory")
+
+
+def _pieces(layer: Layer) -> Iterator[tuple[int, int, int, int]]:
+    """(region, stride, offset, size) of the memory of one block, neighbours as one: runs may lie between each other."""
+    spans = sorted(
+        (run.region, run.block_stride, run.local_offset + i * run.local_step, run.fragment)
+        if run.local_step != run.fragment
+        else (run.region, run.block_stride, run.local_offset, run.size)
+        for run in layer.runs
+        for i in range(run.count if run.local_step != run.fragment else 1)
+    )
+    region, stride, offset, size = spans[0]
+    for other in spans[1:]:
+        if other[:3] == (region, stride, offset + size):
+            size += other[3]
+        else:
+            yield region, stride, offset, size
+            region, stride, offset, size = other
+    yield region, stride, offset, size
 
 
 def _overlap(one: tuple[int, int, int, int], two: tuple[int, int, int, int], blocks: int) -> bool:

@@ -578,3 +578,12 @@ def test_different_layouts_never_share_a_description() -> None:
     one = CanonicalLayout({"a": 0, "b": 1}, {"a": 1, "b": 2}, 3)
     two = CanonicalLayout({"a 1\nb": 0}, {"a 1\nb": 2}, 2)
     assert one.description != two.description
+
+
+def test_tokens_that_are_dealt_out_in_groups_beside_split_heads_lie_apart() -> None:
+    """Then the runs of a layer lie between each other, and each touches its neighbours."""
+    model = Model(
+        ("model.layers.0.attn",), 4, latent=False, token_major=True, blocks=2, tokens=8, width=1, element_bytes=1
+    )
+    ranks = build(model, Strategy(2, (0,), "apart", 0, pcp_size=2, dcp_size=2, interleave=2))
+    assert {len(layer.runs) for rank in ranks for layer in rank.shard.layers} == {2}

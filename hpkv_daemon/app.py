@@ -9,20 +9,18 @@ import gc
 import logging
 import os
 import resource
-import secrets
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import uvloop
 
 from hpkv_client.address import read_key
-from hpkv_client.errors import ConfigError, HpkvError, UsageError
+from hpkv_client.errors import HpkvError
 from hpkv_client.settings import Settings
-from hpkv_daemon.core.admission import WritePolicy
-from hpkv_daemon.core.policy import POLICIES
 from hpkv_daemon.core.slots import extent_bytes_for
 from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.faults import Faults
@@ -32,21 +30,16 @@ from hpkv_daemon.movers.base import Mover
 from hpkv_daemon.movers.cuda.mover import CudaMover
 from hpkv_daemon.movers.host import HostMover
 from hpkv_daemon.notify import Notifier
+from hpkv_daemon.parts import disk_tier, disk_writes, remote_tier, remote_writes, storage_opener, store_of
 from hpkv_daemon.pool.file import Pool
 from hpkv_daemon.pool.ledger import PoolLedger
 from hpkv_daemon.server.activation import passed_listener
 from hpkv_daemon.server.http import HttpServer, http_server
 from hpkv_daemon.server.local import LocalRouter
 from hpkv_daemon.server.router import Router
-from hpkv_daemon.service.importing import Opener
 from hpkv_daemon.service.live import LiveSettings, Load, Loaded
 from hpkv_daemon.service.report import Identity
 from hpkv_daemon.service.service import Service, new_epoch
-from hpkv_daemon.tiers.base import Inventory, Tier
-from hpkv_daemon.tiers.disk.directory import IDENTITY_NAME, StorageDirectory
-from hpkv_daemon.tiers.disk.tier import DiskTier
-from hpkv_daemon.tiers.noop import NoopTier
-from hpkv_daemon.tiers.remote.tier import RemoteTier
 
 log = logging.getLogger(__name__)
 
@@ -115,110 +108,17 @@ def serve(
         try:
             lock.describe(pool.path)
             with contextlib.closing(PoolLedger.open(pool, extent_bytes_for(pool.size))) as ledger:
-                store = _store(settings, pool, ledger)
+                store = store_of(settings, pool, ledger)
                 stop.check()
                 notifier.progress("starting to serve", _STEP_SECONDS)
-                uvloop.run(_run(settings, origins, pool, store, stop, goes_first, passed, notifier, lock, reread, http))
+                started = _Started(
+                    settings, origins, pool, store, stop, goes_first, passed, notifier, lock, reread, http
+                )
+                uvloop.run(_run(started))
             useless = False
         finally:
             # A daemon that never served leaves no memory behind; all others leave it to the next one.
             pool.close(unlink=useless)
-
-
-def _store(settings: Settings, pool: Pool, ledger: PoolLedger) -> BlockStore:
-    """The block store of the pool, with all that an earlier daemon left in it."""
-    store = BlockStore(
-        pool.size,
-        POLICIES[settings.policy],
-        extent_bytes_for(pool.size),
-        first_lease=secrets.randbits(40) << 20,
-        quotas=settings.quotas,
-        ledger=ledger,
-    )
-    if ledger.cold:
-        log.info("starting cold: %s", ledger.cold)
-        return store
-    started = time.monotonic()
-    recorded = ledger.recorded()
-    blocks = store.restore(recorded)
-    log.info(
-        "restored %d blocks (%d bytes) in %.0f ms; %d were of no use",
-        blocks,
-        store.blocks.usage.resident_bytes,
-        1000 * (time.monotonic() - started),
-        len(recorded.slots) - blocks,
-    )
-    return store
-
-
-def _tier(settings: Settings, pool: Pool, clock: Callable[[], float]) -> Tier:
-    """What keeps blocks beyond the pool."""
-    if settings.storage_path is None:
-        return NoopTier()
-    storage = StorageDirectory.open(settings.storage_path)
-    try:
-        try:
-            budget = storage.budget(settings.storage_size)
-        except ConfigError as problem:
-            if settings.storage_size is not None:
-                raise
-            # Nobody said how much it must be: memory alone is of use, too.
-            log.warning("storage is off: %s", problem)
-            storage.close()
-            return NoopTier()
-        log.info("storage: %d bytes at most in %s", budget, settings.storage_path)
-        return DiskTier(storage, budget, pool.fileno(), pool.size, clock=clock, faults=settings.faults)
-    except BaseException:
-        storage.close()
-        raise
-
-
-def _remote(settings: Settings, pool: Pool, clock: Callable[[], float]) -> Tier | None:
-    """What keeps blocks beyond this node."""
-    if settings.remote is None:
-        return None
-    encrypted = ", encrypted" if settings.remote_key_file else ""
-    log.info("remote: blocks of %s admission in %s%s", settings.remote_admission, settings.remote, encrypted)
-    return RemoteTier(
-        settings.remote,
-        pool.fileno(),
-        pool.size,
-        key_file=settings.remote_key_file,
-        bytes_per_second=settings.remote_bandwidth or 0,
-        clock=clock,
-    )
-
-
-def _inventory(path: str, pool: Pool, clock: Callable[[], float]) -> Inventory:
-    """What another daemon wrote to a directory, to be read only. Raises ``HpkvError``."""
-    if not (Path(path) / IDENTITY_NAME).is_file():
-        raise UsageError(f"{path} holds no blocks of a daemon", "name a directory that was its HPKV_KV_STORAGE_PATH")
-    storage = StorageDirectory.open(Path(path))
-    try:
-        # So much that nothing of it has to leave.
-        budget = 4 * storage.own_bytes() + (1 << 30)
-        return DiskTier(storage, budget, pool.fileno(), pool.size, clock=clock)
-    except BaseException:
-        storage.close()
-        raise
-
-
-def _opener(pool: Pool, loop: asyncio.AbstractEventLoop) -> Opener:
-    """Opens storage for an import in a thread: its disk may not answer."""
-
-    def open_storage(path: str, then: Callable[[Inventory | HpkvError], None]) -> None:
-        def opened(future: asyncio.Future[Inventory]) -> None:
-            problem = future.exception()
-            if problem is None:
-                then(future.result())
-            elif isinstance(problem, HpkvError):
-                then(problem)
-            else:
-                then(HpkvError(f"cannot open {path}: {problem}", "see the daemon's log"))
-
-        loop.run_in_executor(None, _inventory, path, pool, time.monotonic).add_done_callback(opened)
-
-    return open_storage
 
 
 def _load_apart(reread: Callable[[], Loaded], loop: asyncio.AbstractEventLoop) -> Load:
@@ -241,24 +141,31 @@ def _reloaded(result: object) -> None:
     """SIGHUP has nobody to answer; the log has it."""
 
 
-async def _run(
-    settings: Settings,
-    origins: dict[str, str],
-    pool: Pool,
-    store: BlockStore,
-    stop: _Stop,
-    goes_first: bool,
-    passed: int | None,
-    notifier: Notifier,
-    lock: InstanceLock,
-    reread: Callable[[], Loaded] | None,
-    http: HttpServer | None,
-) -> None:
+@dataclass(frozen=True)
+class _Started:
+    """What is there before the loop runs."""
+
+    settings: Settings
+    origins: dict[str, str]
+    pool: Pool
+    store: BlockStore
+    stop: _Stop
+    goes_first: bool
+    passed: int | None
+    """The listener that a service manager passed on."""
+    notifier: Notifier
+    lock: InstanceLock
+    reread: Callable[[], Loaded] | None
+    http: HttpServer | None
+
+
+async def _run(started: _Started) -> None:
+    settings, pool, notifier, http = started.settings, started.pool, started.notifier, started.http
     loop = asyncio.get_running_loop()
     faults = Faults(settings.faults)
     if settings.faults:
         log.warning("fault hooks are on: %s", settings.faults)
-    local = LocalRouter(Path(settings.socket), settings.socket_mode, settings.socket_group, loop, passed)
+    local = LocalRouter(Path(settings.socket), settings.socket_mode, settings.socket_group, loop, started.passed)
     routers: list[Router] = [local]
     if settings.listen and settings.key_file:
         from hpkv_daemon.server.network import NetworkRouter
@@ -282,14 +189,14 @@ async def _run(
         metrics=http.place if http else "",
         events=settings.events,
     )
-    live = LiveSettings(settings, origins, _load_apart(reread, loop) if reread else None)
+    live = LiveSettings(settings, started.origins, _load_apart(started.reread, loop) if started.reread else None)
     live.on_change("log_level", lambda level: logging.getLogger("hpkv_daemon").setLevel(level.upper()))
 
     def host_mover() -> Mover:
         return HostMover(pool.fileno(), pool.size, settings.faults)
 
     service = Service(
-        store,
+        started.store,
         {"cpu": host_mover},
         identity,
         loop,
@@ -297,17 +204,12 @@ async def _run(
         local.send,
         live,
         faults,
-        lambda clock: _tier(settings, pool, clock),
-        WritePolicy(
-            demote=settings.storage_write == "demote",
-            idle_seconds=settings.storage_idle_seconds,
-            second_touch=settings.storage_admission == "second-touch",
-            daily_bytes=settings.storage_daily_writes,
-        ),
-        _opener(pool, loop),
+        lambda clock: disk_tier(settings, pool, clock),
+        disk_writes(settings),
+        storage_opener(pool, loop),
         lambda device: CudaMover(device, pool.fileno(), pool.size, settings.faults),
-        lambda clock: _remote(settings, pool, clock),
-        WritePolicy(second_touch=settings.remote_admission == "second-touch"),
+        lambda clock: remote_tier(settings, pool, clock),
+        remote_writes(settings),
     )
     ticker = asyncio.create_task(_tick(service, notifier))
     for router in routers:
@@ -334,13 +236,13 @@ async def _run(
         log.info("metrics on http://%s/metrics", http.place)
     if settings.listen:
         log.info("serving other nodes on %s, with the key in %s", settings.listen, settings.key_file)
-    if not goes_first:
+    if not started.goes_first:
         log.info("running at normal priority (no right to raise it)")
     loop.add_signal_handler(signal.SIGHUP, lambda: live.reload(_reloaded))
-    lock.describe(pool.path, ready=True)
+    started.lock.describe(pool.path, ready=True)
     notifier.ready(f"serving {identity.socket}, pool of {pool.size} bytes")
     try:
-        await stop.wait()
+        await started.stop.wait()
         log.info("stopping")
         notifier.stopping("writing out what waits")
     finally:
@@ -369,13 +271,14 @@ class _Stop:
     """Holds stop signals back, except where they can be obeyed without leaving anything behind.
 
     They stay blocked while the daemon starts (``check`` looks for them between steps of the allocation) and
-    again once it ends: no signal, however often it comes, interrupts the clean-up.
+    again once it ends: no signal, however often it comes, interrupts the clean-up. A reload waits as well.
     """
 
     _SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
+    _HELD = _SIGNALS | {signal.SIGHUP}
 
     def __enter__(self) -> _Stop:
-        signal.pthread_sigmask(signal.SIG_BLOCK, self._SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._HELD)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -392,6 +295,6 @@ class _Stop:
         stopped = asyncio.Event()
         for number in self._SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._HELD)
         await stopped.wait()
-        signal.pthread_sigmask(signal.SIG_BLOCK, self._SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._HELD)

@@ -86,6 +86,20 @@ def test_a_signal_while_it_starts_ends_it_cleanly(daemon: DaemonFactory, what: s
     assert left_behind(env) == (KEPT if " ready: " in said else [])
 
 
+def test_a_reload_while_it_starts_waits_until_it_serves(daemon: DaemonFactory) -> None:
+    env = daemon.environment(HPKV_KV_MEM_POOL_SIZE="1g")
+    process = subprocess.Popen([*HPKVD, "serve"], env=env, stderr=subprocess.PIPE, text=True)
+    while not Path(env["HPKV_SHARE_MEM_FILE_PATH"], "pool").exists():
+        assert process.poll() is None
+    process.send_signal(signal.SIGHUP)
+    assert process.stderr is not None
+    said = iter(process.stderr.readline, "")
+    assert any("read anew" in line for line in said)
+    process.terminate()
+    assert process.wait(10) == 0
+    process.stderr.close()
+
+
 def test_twenty_crashes_on_a_tmpfs_of_one_and_a_half_pools(daemon: DaemonFactory, tmpfs: Callable[[str], Path]) -> None:
     directory = tmpfs("96m")
     (directory / "foreign").write_text("mine")

@@ -25,7 +25,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 @setting_options()
 def serve(report_fd: int | None, **flags: Any) -> None:
     """Run a daemon in the foreground until SIGTERM or SIGINT. SIGHUP reads the configuration anew."""
-    # There is nothing to read anew before it serves, and nothing after.
+    # There is nothing to read anew before it begins, and nothing after.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for number in _STOP_SIGNALS:
         # Until the daemon has handlers of its own there is nothing to clean up, and stopping is no failure.
@@ -63,8 +63,12 @@ def _serve(report: Any, flags: dict[str, Any]) -> None:
     for text in warnings:
         report.warn(text)
     notes = [(logging.INFO, summary(settings, origins))] + [(logging.WARNING, text) for text in warnings]
+    # What is imported here starts threads. With the signals blocked they inherit that: else one of them may take a
+    # signal, and Python its handler into the main thread in the middle of what must not be cut short there.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_STOP_SIGNALS, signal.SIGHUP))
     from hpkv_daemon import app
 
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     app.serve(settings, origins, Allocation(report, notes), lambda: reread(settings, flags))
 
 

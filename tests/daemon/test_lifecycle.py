@@ -17,6 +17,7 @@ from hpkv_client.errors import ConfigError
 from hpkv_client.launch import daemon_environment, ensure_daemon, listener
 from hpkv_client.settings import from_environment
 from tests.daemons import HPKVD, DaemonFactory, DaemonHandle, hpkvd
+from tests.support import wait_until
 
 ENSURE = (
     "import os; from hpkv_client.launch import ensure_daemon\n"
@@ -88,16 +89,18 @@ def test_a_signal_while_it_starts_ends_it_cleanly(daemon: DaemonFactory, what: s
 
 def test_a_reload_while_it_starts_waits_until_it_serves(daemon: DaemonFactory) -> None:
     env = daemon.environment(HPKV_KV_MEM_POOL_SIZE="1g")
-    process = subprocess.Popen([*HPKVD, "serve"], env=env, stderr=subprocess.PIPE, text=True)
-    while not Path(env["HPKV_SHARE_MEM_FILE_PATH"], "pool").exists():
-        assert process.poll() is None
-    process.send_signal(signal.SIGHUP)
-    assert process.stderr is not None
-    said = iter(process.stderr.readline, "")
-    assert any("read anew" in line for line in said)
-    process.terminate()
-    assert process.wait(10) == 0
-    process.stderr.close()
+    log = Path(env["HPKV_SOCKET"]).with_name("reload.log")
+    process = subprocess.Popen([*HPKVD, "serve"], env=env | {"HPKV_LOG_FILE": str(log)}, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: Path(env["HPKV_SHARE_MEM_FILE_PATH"], "pool").exists(), 20)
+        Path(env["HPKV_CONFIG"]).write_text("lease_seconds = 12\n")
+        process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "read anew: lease_seconds" in log.read_text(), 30)
+        process.terminate()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_twenty_crashes_on_a_tmpfs_of_one_and_a_half_pools(daemon: DaemonFactory, tmpfs: Callable[[str], Path]) -> None:

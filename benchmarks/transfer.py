@@ -20,7 +20,7 @@ from benchmarks.memory import affordable, await_mapped
 from benchmarks.paired import Pairs, Spread, alternate
 from benchmarks.report import Aim, Found, Measure, main, ratio, say, speeds
 from hpkv_client.client import BlockCache
-from hpkv_daemon.movers.host import _TUNABLES
+from hpkv_daemon.movers.parent import _TUNABLES
 from hpkv_daemon.pool.file import FILE_NAME
 
 BLOCK_BYTES = 8 << 20

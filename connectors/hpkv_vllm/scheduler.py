@@ -151,7 +151,7 @@ class SchedulerConnector:
         keys = [keys[: limit // part.block_tokens] for part, keys in zip(self._directory, state.keys, strict=True)]
         state.lookup = self._directory.ask(keys, str(state.request.request_id)) if limit else None
         state.tokens = None if state.lookup else 0
-        if state.lookup is not None and self._pace is not None and not self._pace.worth_waiting(time.monotonic()):
+        if state.lookup is not None and self._may_recompute and not self._pace.worth_waiting(time.monotonic()):
             # What is on its way is for those that ask later.
             state.lookup.patience = 0.0
 
@@ -198,7 +198,7 @@ class SchedulerConnector:
 
     def _time_fetch(self, lookup: Lookup) -> None:
         """Blocks came from disk or another node while the request waited: how fast."""
-        if self._pace is None or not lookup.fetched_since:
+        if not lookup.fetched_since:
             return
         now, parts = time.monotonic(), self._directory.parts
         gained = [

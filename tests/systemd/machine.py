@@ -7,10 +7,11 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
-from tests.support import wait_until
+from tests.support import ROOT, wait_until
 
 BOOT_SECONDS = 60.0
 _MISSING = "no systemd as process 1 here"
@@ -40,6 +41,10 @@ ln -s /proc/self/fd $root/dev/fd
 # Nothing starts but what is asked for: above all nothing that changes settings of the kernel, which is not its own.
 rm -rf $root/{usr/lib,lib,etc}/systemd/system/*.{wants,requires} $root/usr/sbin/policy-rc.d $root/etc/fstab
 rm -rf $root/etc/systemd/system/hpkvd* $root/etc/hpkv
+for path in "${@:2}"; do
+    mkdir -p $root$path
+    mount --rbind $path $root$path
+done
 mkdir -p $root/etc/systemd/journald.conf.d $root/etc/systemd/system/sysinit.target.wants
 ln -s /lib/systemd/system/systemd-journald.{socket,service} $root/etc/systemd/system/sysinit.target.wants
 ln -s /dev/null $root/etc/systemd/system/systemd-remount-fs.service
@@ -80,6 +85,12 @@ def _control_group() -> Path:
     return group
 
 
+def _not_there() -> list[Path]:
+    """Of the checkout and its environment, what the copy of / would not show: other file systems, and /tmp."""
+    system = os.stat("/").st_dev
+    return [path for path in (ROOT, Path(sys.prefix)) if path.stat().st_dev != system or path.is_relative_to("/tmp")]
+
+
 class Machine:
     """A booted machine. ``close`` it. ``root`` is its file system, seen from here."""
 
@@ -88,9 +99,9 @@ class Machine:
         self._group = _control_group()
         self._console = (self._top.with_suffix(".log")).open("w+")
         spaces = "--mount --pid --cgroup --uts --ipc --net --fork --kill-child"
-        enter = f'echo $$ > "$1/cgroup.procs"; exec unshare {spaces} bash -c "$2" bash "$3"'
+        enter = f'echo $$ > "$1/cgroup.procs"; exec unshare {spaces} bash -c "$2" bash "${{@:3}}"'
         self._process = subprocess.Popen(
-            ["bash", "-c", enter, "bash", self._group, _BOOT, self._top],
+            ["bash", "-c", enter, "bash", self._group, _BOOT, self._top, *_not_there()],
             stdin=subprocess.DEVNULL,
             stdout=self._console,
             stderr=self._console,
@@ -127,14 +138,15 @@ class Machine:
 
     def command(self, *command: object, user: str = "") -> list[str]:
         """What runs a command in the machine, for a process that goes on."""
-        enter = ["nsenter", f"--target={self.init}", "-m", "-p", "-u", "-i", "-n", "-C", "-r", "-w"]
+        enter = [*self.entrance, "--net"]
         clean = ["env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C.UTF-8", "TERM=dumb"]
         become = ["runuser", "-u", user, "--"] if user else []
         return [*enter, *clean, *become, *map(str, command)]
 
-    def console(self) -> str:
-        """What systemd said."""
-        return Path(self._console.name).read_text()
+    @property
+    def entrance(self) -> list[str]:
+        """What runs a command in the machine, but with the network and the environment of this process."""
+        return ["nsenter", f"--target={self.init}", "-m", "-p", "-u", "-i", "-C", "-r", "-w"]
 
     def close(self) -> None:
         """End every process in it; nothing of it stays."""

@@ -17,7 +17,7 @@ from hpkv_client.values import (
     Quota,
     format_size,
     hide_secrets,
-    is_loopback,
+    is_local,
     parse_choice,
     parse_events,
     parse_instance,
@@ -521,7 +521,7 @@ def load(
             "listening on the network needs a key file",
             "make one with 'hpkvd keygen FILE', copy it to every node and set HPKV_KEY_FILE",
         )
-    if values["events"].startswith("tcp://") and not is_loopback(values["events"][6:]) and not values["key_file"]:
+    if not is_local(values["events"]) and not values["key_file"]:
         raise ConfigError(
             "publishing events to other machines needs a key file",
             "publish on 127.0.0.1, or make one with 'hpkvd keygen FILE' and set HPKV_KEY_FILE",

@@ -323,9 +323,11 @@ def parse_events(value: object) -> str:
     return f"tcp://{place}"
 
 
-def is_loopback(place: str) -> bool:
-    """Whether ``HOST:PORT``, as ``parse_listen`` gives it, can be reached from this machine only."""
-    host = place.rpartition(":")[0].strip("[]")
+def is_local(endpoint: str) -> bool:
+    """Whether what ``parse_events`` gave can be reached from this machine only."""
+    if not endpoint.startswith("tcp://"):
+        return True
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     return host != "*" and ipaddress.ip_address(host).is_loopback
 
 

@@ -21,6 +21,7 @@ import uvloop
 from hpkv_client.address import read_key
 from hpkv_client.errors import HpkvError
 from hpkv_client.settings import Settings
+from hpkv_client.values import is_local
 from hpkv_daemon.core.slots import extent_bytes_for
 from hpkv_daemon.core.store import BlockStore
 from hpkv_daemon.faults import Faults
@@ -175,7 +176,7 @@ async def _run(started: _Started) -> None:
     if settings.events:
         from hpkv_daemon.server.events import EventPublisher
 
-        key = read_key(settings.key_file) if settings.key_file else None
+        key = None if is_local(settings.events) or settings.key_file is None else read_key(settings.key_file)
         publisher = EventPublisher(settings.events, settings.socket_mode, settings.socket_group, key, loop)
     identity = Identity(
         pid=os.getpid(),

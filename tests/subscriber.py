@@ -11,6 +11,7 @@ from typing import Any, Self
 import msgpack
 import zmq
 
+from hpkv_client.address import ClusterKey
 from hpkv_daemon.server.events import END, TOPIC, snapshot_endpoint
 
 SECONDS = 10.0
@@ -29,11 +30,15 @@ class Batch:
 
 
 class Subscriber:
-    """Knows which blocks the daemon has, and from which batches it knows it. A context manager."""
+    """Knows which blocks the daemon has, and from which batches it knows it. A context manager.
 
-    def __init__(self, endpoint: str) -> None:
+    ``key``: the cluster's; ``own``: with which it comes, by default the same.
+    """
+
+    def __init__(self, endpoint: str, key: ClusterKey | None = None, own: ClusterKey | None = None) -> None:
         self._context = zmq.Context()
-        self._events = self._context.socket(zmq.SUB)
+        self._key, self._own = key, own or key
+        self._events = self._socket(zmq.SUB)
         self._events.setsockopt(zmq.SUBSCRIBE, TOPIC)
         self._events.connect(endpoint)
         self._endpoint = endpoint
@@ -41,6 +46,7 @@ class Subscriber:
         self.parents: dict[bytes, bytes | None] = {}
         self.seen: list[Batch] = []
         self.last = 0
+        self.patience = SECONDS
 
     def __enter__(self) -> Self:
         return self
@@ -49,15 +55,23 @@ class Subscriber:
         self._events.close(0)
         self._context.term()
 
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        made = self._context.socket(kind)
+        made.setsockopt(zmq.LINGER, 0)
+        if self._key is not None and self._own is not None:
+            made.setsockopt(zmq.CURVE_SERVERKEY, self._key.public)
+            made.setsockopt(zmq.CURVE_PUBLICKEY, self._own.public)
+            made.setsockopt(zmq.CURVE_SECRETKEY, self._own.secret)
+        return made
+
     def ask(self, first: int) -> list[Batch]:
         """The daemon's answer to a request for batches from ``first`` on."""
-        with self._context.socket(zmq.DEALER) as request:
-            request.setsockopt(zmq.LINGER, 0)
+        with self._socket(zmq.DEALER) as request:
             request.connect(snapshot_endpoint(self._endpoint))
             request.send_multipart((b"", struct.pack(">Q", first)))
             found = []
             while True:
-                assert request.poll(int(SECONDS * 1000)), "no answer to a request for events"
+                assert request.poll(int(self.patience * 1000)), "no answer to a request for events"
                 empty, topic, sequence, payload = request.recv_multipart()
                 assert empty == b""
                 if sequence == END:

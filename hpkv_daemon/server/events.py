@@ -79,7 +79,7 @@ class EventPublisher:
         self._askers: deque[_Asker] = deque()
         self._context = zmq.Context()
         self._authenticator: AsyncioAuthenticator | None = None
-        if key is not None and endpoint.startswith("tcp://"):
+        if key is not None:
             self._authenticator = AsyncioAuthenticator(zmq.asyncio.Context(self._context))
             self._authenticator.start()
             self._authenticator.configure_curve_callback("*", OnlyTheKey(key))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from hpkv_client.address import write_new_key
 from hpkv_client.errors import ConfigError
 from hpkv_client.settings import load
 from hpkv_client.types import block_key
@@ -188,5 +189,39 @@ def test_a_port_that_is_taken_ends_the_start() -> None:
             ended = hpkvd("serve", env=factory.environment(HPKV_EVENTS=place))
         assert ended.returncode == 78
         assert "HPKV_EVENTS" in ended.stderr.splitlines()[-1]
+    finally:
+        factory.close()
+
+
+def two_ports() -> int:
+    """A free port with another one behind it."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = int(first.getsockname()[1])
+            try:
+                socket.create_server(("127.0.0.1", port + 1)).close()
+            except OSError:
+                continue
+            return port
+
+
+def test_other_machines_need_the_key_of_the_cluster(tmp_path: Path) -> None:
+    key, stranger = write_new_key(tmp_path / "key"), write_new_key(tmp_path / "stranger")
+    port = two_ports()
+    factory = DaemonFactory()
+    try:
+        daemon = factory(HPKV_EVENTS=f"*:{port}", HPKV_KEY_FILE=tmp_path / "key")
+        with Rank(daemon.socket, plain_shard(SIZE, 4)).register() as rank:
+            rank.ready()
+            rank.store(hashes("a"), [0])
+            with Subscriber(f"tcp://127.0.0.1:{port}", key) as router:
+                router.join()
+                assert router.held == set(keys(rank, "a"))
+            # One who knows the public key, and one who knows nothing.
+            for other in ((key, stranger), ()):
+                with Subscriber(f"tcp://127.0.0.1:{port}", *other) as router:
+                    router.patience = 0.5
+                    with pytest.raises(AssertionError, match="no answer"):
+                        router.join()
     finally:
         factory.close()

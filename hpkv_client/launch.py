@@ -44,6 +44,14 @@ class Listener(NamedTuple):
     uid: int
 
 
+def _is_something_else(path: Path) -> bool:
+    """Whether what lies there, if anything does, is no socket: asked once, since it may come and go."""
+    try:
+        return not stat.S_ISSOCK(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def listener(socket_path: Path) -> Listener | None:
     """Who accepts connections on the socket, or None if the path is missing or its process is gone.
 
@@ -59,7 +67,7 @@ def listener(socket_path: Path) -> Listener | None:
             return None
         except ConnectionRefusedError:
             # A daemon that starts just now may be replacing the file.
-            if not socket_path.exists() or socket_path.is_socket():
+            if not _is_something_else(socket_path):
                 return None
             raise ConfigError(f"{socket_path} is not a socket", "set HPKV_SOCKET to another path") from None
         except PermissionError:

@@ -166,7 +166,8 @@ def test_a_mover_frozen_in_store_and_load_is_replaced(live: Observed, stack: Exi
     writer, reader = two_engines(stack, live)
     assert writer.store(PREFIX[:8], range(8)) == 8
     _, lease = reader.match(PREFIX[:8])
-    live.faults("store=delay:0.02;load=delay:0.1")
+    # So slow that none of it is over before the mover is stopped, however busy the machine is.
+    live.faults("store=delay:0.3;load=delay:0.3")
     pid = live.mover()
     load = reader.ask_load(lease, range(8))
     store = writer.ask_store(PREFIX[8:], range(8, BLOCKS), parent=PREFIX[7])

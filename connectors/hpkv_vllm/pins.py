@@ -43,16 +43,6 @@ class Pins:
         self._jobs[job] = (blocks, 0)
         self._blocks += len(blocks)
 
-    def rename(self, job: int, number: int) -> None:
-        """The job gets the number under which the ranks report it."""
-        self._jobs[number] = self._jobs.pop(job)
-
-    def drop(self, job: int) -> None:
-        """No rank was told of the job, and none will be."""
-        blocks, _ = self._jobs.pop(job)
-        compat.untouch(self._pool, blocks)
-        self._blocks -= len(blocks)
-
     def through(self, job: int, ranks: int) -> None:
         """So many more ranks need the job's blocks no longer; the last one frees them."""
         blocks, before = self._jobs[job]

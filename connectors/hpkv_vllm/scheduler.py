@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.logger import init_logger
@@ -16,7 +16,6 @@ from hpkv_client.errors import HpkvError
 from hpkv_client.prefix import usable_tokens
 from hpkv_client.settings import Settings
 from hpkv_vllm import compat
-from hpkv_vllm.holdback import PROMPT_TOKENS, Holdback
 from hpkv_vllm.identity import Adapters, fingerprint, machine_id, namespace_fields
 from hpkv_vllm.keys import PrefixKeys
 from hpkv_vllm.lookup import MAX_KEYS, Directory, Lookup
@@ -95,9 +94,6 @@ class SchedulerConnector:
         """By request id."""
         self._new_loads: list[Load] = []
         self._jobs = itertools.count(1)
-        self._held = Holdback()
-        self._unnumbered = itertools.count(-1, -1)
-        """Numbers for stores that are held back: a rank must see job numbers rise."""
 
     def bind(self, block_pool: Any) -> None:
         """The pool of the engine's blocks, for pinning."""
@@ -247,29 +243,19 @@ class SchedulerConnector:
         if not idle:
             self._epoch.computes(number)
         self._new_loads = []
-        now = time.monotonic()
         for request_id in output.preempted_req_ids or ():
             self._forget(request_id)
-            self._held.hurry(request_id)
         computed = self._follow(output)
         for request_id, count in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is not None and state.adapter is not None and request_id in computed:
                 tables = compat.block_tables(output, request_id) or state.tables
-                self._plan_stores(state, computed[request_id] + count, tables, now)
+                self._plan_stores(state, computed[request_id] + count, tables, metadata)
         for request_id, found in compat.snapshots(output).items():
             state = self._requests.get(request_id)
             if state is not None and state.adapter is not None and self._directory.usable:
-                self._plan_snapshots(state, found, now)
-        # A prompt's blocks go at once, and what was held back before them: it may be what they hang under.
-        due = idle or output.total_num_scheduled_tokens >= PROMPT_TOKENS
-        metadata.stores = [self._numbered(store) for store in self._held.take(now, due)]
+                self._plan_snapshots(state, found, metadata)
         return metadata
-
-    def _numbered(self, store: Store) -> Store:
-        number = next(self._jobs)
-        self._pins.rename(store.job, number)
-        return replace(store, job=number)
 
     def _is_timed(self, number: int, tokens: int) -> bool:
         """Whether the step is worth timing."""
@@ -310,7 +296,7 @@ class SchedulerConnector:
         return computed
 
     def _plan_stores(
-        self, state: _Request, computed: int, tables: list[list[int]] | tuple[list[int], ...], now: float
+        self, state: _Request, computed: int, tables: list[list[int]] | tuple[list[int], ...], metadata: StepMetadata
     ) -> None:
         """Offer the blocks that are full after this step, have confirmed tokens and are not offered yet."""
         if not self._directory.usable:
@@ -330,10 +316,10 @@ class SchedulerConnector:
             wanted = [i for i in range(first, end) if table[i]]
             if wanted:
                 parent = keys[first - 1] if first else None
-                self._offer(state, part, parent, [keys[i] for i in wanted], [table[i] for i in wanted], now)
+                self._offer(part, parent, [keys[i] for i in wanted], [table[i] for i in wanted], metadata)
             state.offered[index] = max(first, end)
 
-    def _plan_snapshots(self, state: _Request, found: list[tuple[int, int, int]], now: float) -> None:
+    def _plan_snapshots(self, state: _Request, found: list[tuple[int, int, int]], metadata: StepMetadata) -> None:
         """Offer snapshots as the engine hands them over: a block table does not tell where they are."""
         self._extend_keys(state)
         for index, part in enumerate(self._directory):
@@ -341,16 +327,15 @@ class SchedulerConnector:
                 number, rest = divmod(tokens, part.block_tokens)
                 known = part.snapshots and part.group == group and not rest and number <= len(state.keys[index])
                 if known and block and self._pins.room > 0:
-                    self._offer(state, part, None, [state.keys[index][number - 1]], [block], now)
+                    self._offer(part, None, [state.keys[index][number - 1]], [block], metadata)
 
     def _offer(
-        self, state: _Request, part: Part, parent: bytes | None, keys: list[bytes], blocks: list[int], now: float
+        self, part: Part, parent: bytes | None, keys: list[bytes], blocks: list[int], metadata: StepMetadata
     ) -> None:
-        job = next(self._unnumbered)
-        store = Store(part.name, job, not part.window_tokens, parent, b"".join(keys), blocks)
+        store = Store(part.name, next(self._jobs), not part.window_tokens, parent, b"".join(keys), blocks)
         self._counters["stores"] += 1
-        self._pins.pin(job, blocks)
-        self._held.add(state.request.request_id, store, now)
+        self._pins.pin(store.job, blocks)
+        metadata.stores.append(store)
 
     # -- results ------------------------------------------------------------------------------------------
 
@@ -395,7 +380,6 @@ class SchedulerConnector:
     def _weights_changed(self) -> None:
         """Requests that began before keep KV of both weights; those that come are cached under a salt of their own."""
         self._keys.salt(self._epoch.salt)
-        self._drop_held()
         for state in self._requests.values():
             self._directory.drop(state.lookup)
             state.lookup, state.tokens, state.adapter = None, None, None
@@ -420,17 +404,11 @@ class SchedulerConnector:
     def finished(self, request: Any) -> None:
         """The request is over. A load of it that still runs keeps its leases until the ranks report."""
         state = self._requests.pop(request.request_id, None)
-        self._held.hurry(request.request_id)
         if state is not None:
             self._directory.drop(state.lookup)
 
-    def _drop_held(self) -> None:
-        for store in self._held.drop():
-            self._pins.drop(store.job)
-
     def reset(self) -> bool:
         """Forget this engine's blocks in the daemon; False if that could not be confirmed."""
-        self._drop_held()
         if self._pins.engine_is_empty:
             self._epoch.emptied()
         forgotten = self._epoch.forget()

@@ -42,7 +42,8 @@ SAMPLE_BYTES = 128 << 20
 SEGMENT_BYTES = 256 << 20
 BUDGET = 5 * SEGMENT_BYTES
 """Small, so that segments are used again from the second lap on: the state that a tier is in for most of its life."""
-AIMS = {"write": Aim(0.7), "read": Aim(0.8)}
+LARGE_BYTES, LARGE_AIM = 2 << 20, Aim(0.95)
+"""Blocks of this size and more should cost no more than the device."""
 LOOKED_UP, INDEXED = 2_000, 1_000_000
 RECOVERED_BYTES = 100 * 10**9
 WAIT_SECONDS = 60.0
@@ -177,7 +178,7 @@ def measure(directory: Path, pool: SharedMemory, block: int, rounds: int, reader
 def _measure(verb: str, block: int, threads: int, pairs: Pairs, cores: float) -> Measure:
     size = f"{block >> 10} KiB" if block < 1 << 20 else f"{block >> 20} MiB"
     name = f"{verb}, blocks of {size}" + (f", {threads} readers" if verb == "read" else "")
-    aim = AIMS[verb] if verb == "write" or threads == READERS[-1] else Aim()
+    aim = LARGE_AIM if block >= LARGE_BYTES and (verb == "write" or threads == READERS[-1]) else Aim()
     return ratio(name, pairs.speed, aim, speeds(pairs, SAMPLE_BYTES) | {"cores": cores})
 
 

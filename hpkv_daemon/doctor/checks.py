@@ -179,8 +179,8 @@ def gpu(facts: Facts) -> Finding:
     there = facts.gpu
     if not there.version:
         return _ok("GPU", "no NVIDIA driver")
-    seen = f"driver {there.version}, {there.devices} devices, CUDA {there.library or 'not loadable'}"
-    if not there.library:
+    seen = f"driver {there.version}, {there.devices} devices, CUDA {there.cuda_version or 'not loadable'}"
+    if not there.cuda_version:
         return _fail("GPU", seen, "libcuda.so.1 is missing here; in a container: '--gpus all' and the NVIDIA runtime")
     return _ok("GPU", seen)
 

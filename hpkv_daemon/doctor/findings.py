@@ -59,10 +59,10 @@ class StorageFacts:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """The NVIDIA driver. ``version`` empty: no driver; ``library`` empty: libcuda cannot be loaded."""
+    """The NVIDIA driver. ``version`` empty: no driver; ``cuda_version`` empty: libcuda cannot be loaded."""
 
     version: str = ""
-    library: str = ""
+    cuda_version: str = ""
     devices: int = 0
 
 

@@ -36,9 +36,9 @@ class ImpatientGpuDaemon(ImpatientDaemon):
 class FakeCuda:
     """The fake driver as an engine's process uses it. One ``directory`` is one machine."""
 
-    def __init__(self, library: Path, directory: Path | None = None) -> None:
+    def __init__(self, driver_directory: Path, directory: Path | None = None) -> None:
         self.directory = directory or Path(tempfile.mkdtemp(prefix="hpkv-t-gpu-", dir="/dev/shm"))
-        self.library = library
+        self.driver_directory = driver_directory
         self.faults_path = self.directory / "faults"
         if directory is None:
             lines = [f"{FIRST} {DEVICE_BYTES}", f"{SECOND} {DEVICE_BYTES}", f"{WHOLE_OF_PART} {PART} {DEVICE_BYTES}"]
@@ -46,8 +46,8 @@ class FakeCuda:
         # The engine's side of the driver: no faults, the daemon has those.
         os.environ["FAKE_CUDA"] = str(self.directory)
         os.environ.pop("FAKE_CUDA_FAULTS", None)
-        self.driver = Driver(str(library / "libcuda.so.1"))
-        self.raw = ctypes.CDLL(str(library / "libcuda.so.1"))
+        self.driver = Driver(str(driver_directory / "libcuda.so.1"))
+        self.raw = ctypes.CDLL(str(driver_directory / "libcuda.so.1"))
         self.devices = {self.driver.uuid_of(device): device for device in self.driver.devices()}
 
     def environment(self, **more: Any) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class FakeCuda:
             "FAKE_CUDA": self.directory,
             "FAKE_CUDA_FAULTS": self.faults_path,
             "FAKE_CUDA_DELAY_US": 2000,
-            "LD_LIBRARY_PATH": self.library,
+            "LD_LIBRARY_PATH": self.driver_directory,
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
             **more,
         }
@@ -179,7 +179,7 @@ class GpuNode:
         """A process that plays an engine on the first GPU: ``rank(...)`` in its code makes one."""
         prelude = (
             "from tests.cuda.gpus import FakeCuda, GpuRank\n"
-            f"cuda = FakeCuda(Path({str(self.cuda.library)!r}), Path({str(self.cuda.directory)!r}))\n"
+            f"cuda = FakeCuda(Path({str(self.cuda.driver_directory)!r}), Path({str(self.cuda.directory)!r}))\n"
             "class Here(GpuRank): cuda = cuda\n"
             "def rank(*shard, **more): return Here(socket, *shard, **more)\n"
         )

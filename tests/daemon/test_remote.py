@@ -224,7 +224,7 @@ def test_a_store_that_is_down_blocks_nothing_that_is_local(server: S3Server) -> 
         try:
             started = time.monotonic()
             assert got(live, [b"elsewhere"]) == [None]
-            assert time.monotonic() - started < 10
+            assert time.monotonic() - started < 20
             wait_until(lambda: state(live) == "degraded", 20)
             started = time.monotonic()
             assert got(live, keys(8, "down")) == list(blocks(keys(8, "down")).values())
@@ -232,7 +232,7 @@ def test_a_store_that_is_down_blocks_nothing_that_is_local(server: S3Server) -> 
                 assert got(live, [f"another {number}".encode()]) == [None]
             with BlockCache("app", SIZE, socket=live.socket) as cache:
                 assert cache.put(blocks(keys(8, "down more"))) == 8
-            assert time.monotonic() - started < 8
+            assert time.monotonic() - started < 20
         finally:
             server.thaw()
         wait_until(lambda: state(live) == "ready", 60)

@@ -215,7 +215,7 @@ def test_a_cleanup_of_many_mappings_holds_nobody_up(live: Observed) -> None:
         "handles = [handle_to_wire(part.handle) for part in parts]\n"
         "rank.register(regions=handles).ready(); say('ready'); wait()\n"
     )
-    with Child(live.handle, code) as child, Victim(live.socket, patience=0.5) as victim:
+    with Child(live.handle, code) as child, Victim(live.socket, patience=1.5) as victim:
         assert child.heard() == "ready"
         victim.check()
         child.signal(signal.SIGKILL)

@@ -290,7 +290,7 @@ def test_a_stopped_mover_of_a_dead_daemon_is_killed_and_nothing_waits_for_it() -
         rank.drop()
         started = time.monotonic()
         live.handle.restart()
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < 15.0
         assert is_gone(mover)
         with Rank(live.socket, plain_shard(SIZE, 8)).register().ready() as again:
             assert again.match(hashes(0, 1, 2))[0] == 2

@@ -98,7 +98,7 @@ class Engine:
         self.run_bytes = min(run.fragment for run in shards[0].layers[0].runs)
         self.memory = torch.zeros(self.blocks * layout.block_bytes, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
-        self.device, handle = export(driver, self.memory.untyped_storage().data_ptr(), self.memory.numel())
+        self.device, handle, _ = export(driver, self.memory.untyped_storage().data_ptr(), self.memory.numel())
         self._link = link
         self.attachment = link.attach(handle, shards)
         slots = POOL_BYTES // 2 // layout.canonical_bytes

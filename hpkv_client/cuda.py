@@ -59,14 +59,16 @@ class CudaError(HpkvError):
         self.lost = result in _LOST
 
 
-class _Location(ctypes.Structure):
+class Location(ctypes.Structure):
+    """CUmemLocation."""
+
     _fields_ = (("type", c_int), ("id", c_int))
 
 
 class _CopyAttributes(ctypes.Structure):
     """CUmemcpyAttributes."""
 
-    _fields_ = (("source_order", c_int), ("source", _Location), ("destination", _Location), ("flags", c_uint))
+    _fields_ = (("source_order", c_int), ("source", Location), ("destination", Location), ("flags", c_uint))
 
 
 class _Copy2D(ctypes.Structure):
@@ -106,6 +108,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetUuid_v2": (c_void_p, c_int),
     "cuDeviceGetPCIBusId": (c_void_p, c_int, c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuCtxGetCurrent": (POINTER(c_void_p),),
     "cuCtxSetCurrent": (c_void_p,),
     "cuStreamCreate": (POINTER(c_void_p), c_uint),
     "cuEventCreate": (POINTER(c_void_p), c_uint),
@@ -117,6 +120,16 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuIpcGetMemHandle": (POINTER(_Handle), c_uint64),
     "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), _Handle, c_uint),
     "cuIpcCloseMemHandle": (c_uint64,),
+    "cuMemRetainAllocationHandle": (POINTER(c_uint64), c_void_p),
+    "cuMemGetAllocationPropertiesFromHandle": (c_void_p, c_uint64),
+    "cuMemExportToShareableHandle": (c_void_p, c_uint64, c_int, c_uint64),
+    "cuMemImportFromShareableHandle": (POINTER(c_uint64), c_void_p, c_int),
+    "cuMemRelease": (c_uint64,),
+    "cuMemAddressReserve": (POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemAddressFree": (c_uint64, c_size_t),
+    "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemSetAccess": (c_uint64, c_size_t, c_void_p, c_size_t),
+    "cuMemUnmap": (c_uint64, c_size_t),
     "cuMemcpyDtoH_v2": (c_void_p, c_uint64, c_size_t),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
     "cuMemcpy2DAsync_v2": (POINTER(_Copy2D), c_void_p),
@@ -158,9 +171,9 @@ class Driver:
                 f"no NVIDIA driver here: {problem}", "run hpkvd where nvidia-smi works; in a container with its GPUs"
             ) from None
         self._functions: dict[str, Any] = {}
-        self._attributes = _CopyAttributes(_SOURCE_IN_STREAM_ORDER, _Location(0, 0), _Location(0, 0), _PREFER_OVERLAP)
+        self._attributes = _CopyAttributes(_SOURCE_IN_STREAM_ORDER, Location(0, 0), Location(0, 0), _PREFER_OVERLAP)
         self._first = c_size_t(0)
-        self._call("cuInit", 0)
+        self.call("cuInit", 0)
         self._batch = self._find_batch()
 
     def _function(self, name: str) -> Any:
@@ -174,7 +187,8 @@ class Driver:
             self._functions[name] = found
         return found
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call an entry point of ``_PROTOTYPES``. Raises ``CudaError`` unless it says that all went well."""
         result = self._function(name)(*arguments)
         if result:
             raise self._error(name, result)
@@ -190,49 +204,60 @@ class Driver:
     def devices(self) -> list[int]:
         """Devices that this process may use, by the driver's numbers."""
         count, device = c_int(), c_int()
-        self._call("cuDeviceGetCount", byref(count))
+        self.call("cuDeviceGetCount", byref(count))
         found = []
         for ordinal in range(count.value):
-            self._call("cuDeviceGet", byref(device), ordinal)
+            self.call("cuDeviceGet", byref(device), ordinal)
             found.append(device.value)
         return found
 
     def uuid_of(self, device: int) -> str:
         """``GPU-...``, or ``MIG-...`` for a part of one, as nvidia-smi and CUDA_VISIBLE_DEVICES write it."""
         whole, part = ctypes.create_string_buffer(16), ctypes.create_string_buffer(16)
-        self._call("cuDeviceGetUuid", whole, device)
-        self._call("cuDeviceGetUuid_v2", part, device)
+        self.call("cuDeviceGetUuid", whole, device)
+        self.call("cuDeviceGetUuid_v2", part, device)
         return f"{'GPU' if whole.raw == part.raw else 'MIG'}-{uuid.UUID(bytes=part.raw)}"
 
     def bus_of(self, device: int) -> str:
         """Its address on the PCI bus, as under /sys/bus/pci/devices."""
         text = ctypes.create_string_buffer(32)
-        self._call("cuDeviceGetPCIBusId", text, len(text), device)
+        self.call("cuDeviceGetPCIBusId", text, len(text), device)
         return text.value.decode().lower()
 
     def enter(self, device: int) -> None:
         """Make the device's primary context current in this thread, and create it if nobody has."""
         context = c_void_p()
-        self._call("cuDevicePrimaryCtxRetain", byref(context), device)
-        self._call("cuCtxSetCurrent", context)
+        self.call("cuDevicePrimaryCtxRetain", byref(context), device)
+        self.use(context.value or 0)
+
+    @property
+    def current(self) -> int:
+        """The context of this thread, 0 if it has none."""
+        context = c_void_p()
+        self.call("cuCtxGetCurrent", byref(context))
+        return context.value or 0
+
+    def use(self, context: int) -> None:
+        """Make another thread's context current in this one as well."""
+        self.call("cuCtxSetCurrent", context)
 
     # -- order --------------------------------------------------------------------------------------------
 
     def stream(self) -> int:
         """A new stream that waits for no other."""
         stream = c_void_p()
-        self._call("cuStreamCreate", byref(stream), _STREAM_NON_BLOCKING)
+        self.call("cuStreamCreate", byref(stream), _STREAM_NON_BLOCKING)
         return stream.value or 0
 
     def event(self) -> int:
         """A new event, for ``record``."""
         event = c_void_p()
-        self._call("cuEventCreate", byref(event), _EVENT_DISABLE_TIMING)
+        self.call("cuEventCreate", byref(event), _EVENT_DISABLE_TIMING)
         return event.value or 0
 
     def record(self, event: int, stream: int) -> None:
         """The event passes when everything that is in the stream now is done."""
-        self._call("cuEventRecord", event, stream)
+        self.call("cuEventRecord", event, stream)
 
     def passed(self, event: int) -> bool:
         """Whether it has passed. An event that was never recorded has."""
@@ -247,12 +272,12 @@ class Driver:
 
     def page_lock(self, address: int, size: int) -> None:
         """Pin host memory for DMA; some 0.1 s a GiB. It ends with the process."""
-        self._call("cuMemHostRegister_v2", address, size, _REGISTER_PORTABLE)
+        self.call("cuMemHostRegister_v2", address, size, _REGISTER_PORTABLE)
 
     def allocation(self, pointer: int) -> tuple[int, int]:
         """Start and size of the allocation that a device pointer lies in."""
         base, size = c_uint64(), c_size_t()
-        self._call("cuMemGetAddressRange_v2", byref(base), byref(size), pointer)
+        self.call("cuMemGetAddressRange_v2", byref(base), byref(size), pointer)
         return base.value, size.value
 
     def device_of(self, pointer: int) -> int:
@@ -266,29 +291,29 @@ class Driver:
     def _attribute(self, number: int, pointer: int) -> int:
         # The driver writes as many bytes as the attribute has: an int, or a bool of one byte.
         value = c_uint64(0)
-        self._call("cuPointerGetAttribute", byref(value), number, pointer)
+        self.call("cuPointerGetAttribute", byref(value), number, pointer)
         return value.value & 0xFFFFFFFF
 
     def export(self, pointer: int) -> bytes:
         """The handle by which another process opens the allocation that starts at ``pointer``."""
         handle = _Handle()
-        self._call("cuIpcGetMemHandle", byref(handle), pointer)
+        self.call("cuIpcGetMemHandle", byref(handle), pointer)
         return bytes(handle)
 
     def open(self, token: bytes) -> int:
         """Map another process' allocation; its start here. The same handle again counts up. ``close`` it as often."""
         pointer = c_uint64()
-        self._call("cuIpcOpenMemHandle_v2", byref(pointer), _Handle.from_buffer_copy(token), _IPC_LAZY_PEER_ACCESS)
+        self.call("cuIpcOpenMemHandle_v2", byref(pointer), _Handle.from_buffer_copy(token), _IPC_LAZY_PEER_ACCESS)
         return pointer.value
 
     def close(self, pointer: int) -> None:
         """Undo one ``open``. No copy may touch the memory any more."""
-        self._call("cuIpcCloseMemHandle", pointer)
+        self.call("cuIpcCloseMemHandle", pointer)
 
     def read(self, pointer: int, size: int) -> bytes:
         """A copy of device memory. It waits for the device."""
         copy = ctypes.create_string_buffer(size)
-        self._call("cuMemcpyDtoH_v2", copy, pointer, size)
+        self.call("cuMemcpyDtoH_v2", copy, pointer, size)
         return copy.raw
 
     # -- copies -------------------------------------------------------------------------------------------
@@ -297,7 +322,7 @@ class Driver:
         """The batch copy, or None on a driver from before CUDA 12.8."""
         pointer = c_void_p()
         try:
-            self._call("cuGetProcAddress_v2", b"cuMemcpyBatchAsync", byref(pointer), _BATCH_SINCE, 0, None)
+            self.call("cuGetProcAddress_v2", b"cuMemcpyBatchAsync", byref(pointer), _BATCH_SINCE, 0, None)
         except CudaError as problem:
             if problem.result == MISSING or problem.result == 1:
                 return None
@@ -331,7 +356,7 @@ class Driver:
 
     def copy(self, destination: int, source: int, size: int, stream: int) -> None:
         """Queue one copy."""
-        self._call("cuMemcpyAsync", destination, source, size, stream)
+        self.call("cuMemcpyAsync", destination, source, size, stream)
 
     def copy_rows(
         self, destination: int, destination_step: int, source: int, source_step: int, width: int, rows: int, stream: int
@@ -347,4 +372,4 @@ class Driver:
             width=width,
             height=rows,
         )
-        self._call("cuMemcpy2DAsync_v2", byref(what), stream)
+        self.call("cuMemcpy2DAsync_v2", byref(what), stream)

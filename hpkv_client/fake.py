@@ -172,7 +172,7 @@ class FakeService:
     def _do_heartbeat(self, request: Request) -> Body:
         engine = self._engines.get(self._session(request).engine)
         ready = engine is not None and engine.layout is not None
-        return {"epoch": self.epoch, "ready": ready, "problem": engine.problem if engine else ""}
+        return {"epoch": self.epoch, "ready": ready, "problem": engine.problem if engine else "", "descriptors": ""}
 
     def _do_register(self, request: Request) -> Body:
         body, name = request.body, self._session(request).engine

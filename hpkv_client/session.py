@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpkv_client.address import Address
 from hpkv_client.errors import HpkvError, NotRunning, UnknownSession, Unreachable
@@ -52,7 +53,8 @@ class SessionKeeper:
 
     ``hello`` is the body of the hello; ``register`` makes the body of the registration (None: nothing to
     register); ``launch`` is called before the first attempt and may start a daemon. ``counters`` are the owner's
-    own; they travel with each heartbeat, for operators.
+    own; they travel with each heartbeat, for operators. ``hand_over`` sends the registered memory's descriptors to a
+    socket, when the daemon wants them; it is called by the thread.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class SessionKeeper:
         register: Body | None = None,
         launch: Callable[[], None] | None = None,
         counters: Counter[str] | None = None,
+        hand_over: Callable[[Path], None] | None = None,
     ) -> None:
+        self._hand_over = hand_over
         self._address = address
         self._hello = {"major": PROTOCOL[0], "minor": PROTOCOL[1], **hello}
         self._registration = register
@@ -150,7 +154,18 @@ class SessionKeeper:
         if link != self._link:
             self._tell(link)
             self._set(link)
+        if wanted := answer.get("descriptors"):
+            self._send_descriptors(wanted)
         return _LAZY_SECONDS if link.ready or (self._registration is None and link.problem) else _EAGER_SECONDS
+
+    def _send_descriptors(self, socket_name: str) -> None:
+        if self._hand_over is None or not isinstance(self._address, Path):
+            return
+        try:
+            self._hand_over(self._address.with_name(socket_name))
+        except HpkvError as problem:
+            # The mover was told, and so is the next heartbeat; or there is none, and it asks again.
+            log.debug("descriptors were not handed over: %s", problem)
 
     def _prepare(self) -> None:
         if self._launch is not None:

@@ -154,8 +154,9 @@ class MemoryHandle:
     """A rank's memory as another process can open it. Never grants more than that one piece of memory.
 
     ``kind`` is ``memfd`` (``pid``, ``fd``, ``name``: the memfd's own unguessable name, which proves that the
-    descriptor belongs to the peer) or ``cuda_ipc`` (``token``: the IPC handle's bytes, ``offset`` in the
-    allocation, ``event``: IPC event that orders copies after the compute stream).
+    descriptor belongs to the peer), ``cuda_ipc`` (``token``: the IPC handle's bytes, ``offset`` in the
+    allocation, ``event``: IPC event that orders copies after the compute stream) or ``cuda_fd`` (``pid``, ``name``: as
+    the peer calls it when it hands descriptors to the mover, ``offset`` in the first piece).
     """
 
     kind: str

@@ -152,8 +152,8 @@ def _handle(value: Any) -> MemoryHandle:
         offset=_offset(value.get("offset", 0)),
         event=_binary(4096)(value.get("event", b"")),
     )
-    if handle.kind not in ("memfd", "cuda_ipc"):
-        raise ValueError("kind must be memfd or cuda_ipc")
+    if handle.kind not in ("memfd", "cuda_ipc", "cuda_fd"):
+        raise ValueError("kind must be memfd, cuda_ipc or cuda_fd")
     return handle
 
 
@@ -384,6 +384,8 @@ def handle_to_wire(handle: MemoryHandle) -> Body:
     wire: Body = {"kind": handle.kind, "size": handle.size}
     if handle.kind == "memfd":
         return wire | {"pid": handle.pid, "fd": handle.fd, "name": handle.name}
+    if handle.kind == "cuda_fd":
+        return wire | {"pid": handle.pid, "name": handle.name, "offset": handle.offset}
     return wire | {"token": handle.token, "offset": handle.offset, "event": handle.event}
 
 

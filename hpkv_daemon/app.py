@@ -208,7 +208,7 @@ async def _run(started: _Started) -> None:
         lambda clock: disk_tier(settings, pool, clock),
         disk_writes(settings),
         storage_opener(pool, loop),
-        lambda device: CudaMover(device, pool.fileno(), pool.size, settings.faults),
+        lambda device: CudaMover(device, pool.fileno(), pool.size, settings.faults, Path(settings.socket)),
         lambda clock: remote_tier(settings, pool, clock),
         remote_writes(settings),
     )

@@ -248,6 +248,18 @@ class KvMemory:
         return self._regions.setdefault(pointer, HostRegion(memory))
 
 
+def refuse_sleep(vllm_config: Any) -> None:
+    """Raise ``LayoutRefused`` for an engine on a GPU that may sleep: it wakes up with other memory at the same place.
+
+    A mover would keep the old memory from being freed, and go on to copy it.
+    """
+    if getattr(getattr(vllm_config, "model_config", None), "enable_sleep_mode", False):
+        raise LayoutRefused(
+            "sleep mode takes the KV cache's memory away while the engine lives",
+            "start vLLM without --enable-sleep-mode; this engine runs without HPKV",
+        )
+
+
 def gpu_memory() -> GpuMemory:
     """How this process' GPU memory is exported. Raises ``LayoutRefused``, ``NoSuchDevice``, ``CudaError``."""
     if torch.version.hip is not None:

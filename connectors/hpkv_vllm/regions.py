@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from hpkv_client.cuda import Driver
 from hpkv_client.memory import SharedMemory
 from hpkv_client.types import MemoryHandle
-from hpkv_vllm.cuda_export import export
+from hpkv_vllm.cuda_export import PagedExport, export
 
 
 class Region(Protocol):
@@ -53,6 +54,7 @@ class GpuRegion:
     pointer: int
     driver: Driver
     settle: Callable[[], None]
+    pages: PagedExport | None = None
 
     def read(self, start: int, length: int) -> npt.NDArray[np.uint8]:
         """See ``Region``. Only while the engine starts: it waits for the device."""
@@ -74,6 +76,12 @@ class GpuMemory:
         pointer = storage.data_ptr()
         region = self._regions.get(pointer)
         if region is None:
-            device, handle = export(self.driver, pointer, storage.nbytes())
-            region = self._regions[pointer] = GpuRegion(device, handle, pointer, self.driver, self._settle)
+            device, handle, pages = export(self.driver, pointer, storage.nbytes())
+            region = self._regions[pointer] = GpuRegion(device, handle, pointer, self.driver, self._settle, pages)
         return region
+
+    def hand_over(self, path: Path) -> None:
+        """Send to the mover at a socket what it cannot open by handle. From any thread. Raises ``HpkvError``."""
+        for region in list(self._regions.values()):
+            if region.pages is not None:
+                region.pages.hand_over(path)

@@ -138,6 +138,7 @@ class WorkerConnector:
     def _open_gpu(self) -> GpuMemory:
         """The GPU's memory, on the first call; from then on messages keep the order of its stream."""
         if self._gpu is None:
+            compat.refuse_sleep(self._config)
             self._gpu = compat.gpu_memory()
             self._order = StreamOrder(ComputeStream(self._gpu.driver), compat.compute_stream)
         return self._gpu
@@ -150,7 +151,8 @@ class WorkerConnector:
         }
         launcher = None if self._keepers else lambda: launch.ensure_daemon(self._settings, REGISTER_WAIT_SECONDS)
         counters = None if self._keepers else self._counters
-        keeper = SessionKeeper(path, hello, one.registration, launcher, counters)
+        hand_over = self._gpu.hand_over if self._gpu else None
+        keeper = SessionKeeper(path, hello, one.registration, launcher, counters, hand_over)
         keeper.start()
         return keeper
 

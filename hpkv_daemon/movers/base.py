@@ -107,6 +107,8 @@ class Mover(Protocol):
     """Copies for one device. No method waits; results come from ``poll``."""
 
     device: str
+    descriptor_socket: str
+    """Name of the socket, beside the daemon's, at which it takes descriptors of memory; empty if it takes none."""
 
     @property
     def pid(self) -> int:

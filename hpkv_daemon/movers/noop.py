@@ -12,6 +12,7 @@ class NoopMover:
     """A ``Mover`` without a device. Owns an eventfd; ``close`` it."""
 
     device = "noop"
+    descriptor_socket = ""
     pid = 0
 
     def __init__(self) -> None:

@@ -35,9 +35,11 @@ _TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x8000"
 class ProcessMover:
     """A ``Mover`` whose process runs ``module``. Owns the process: ``close`` it, then ask ``ended`` until it is.
 
-    Not thread-safe. The pool's descriptor is inherited by the process, not kept here. Its arguments are ``first``, then
-    the descriptors of link and pool, the pool's bytes and the fault hooks.
+    Not thread-safe. The pool's descriptor is inherited by the process, not kept here, and so are ``inherited``. Its
+    arguments are ``first``, then the descriptors of link and pool, the pool's bytes and the fault hooks.
     """
+
+    descriptor_socket = ""
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class ProcessMover:
         pool_fd: int,
         pool_bytes: int,
         faults: str,
+        inherited: Sequence[int] = (),
     ) -> None:
         self.device = device
         ours, theirs = socket.socketpair()
@@ -58,7 +61,7 @@ class ProcessMover:
             self._process = subprocess.Popen(
                 command + arguments,
                 env=whole,
-                pass_fds=(theirs.fileno(), pool_fd),
+                pass_fds=(theirs.fileno(), pool_fd, *inherited),
                 stdin=subprocess.DEVNULL,
             )
         except OSError:

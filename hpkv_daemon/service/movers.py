@@ -38,6 +38,8 @@ class _Device:
     condemned: str = ""
     """Why it is being killed, if it is."""
     attachments: dict[int, tuple[Attachment, OnAttached]] = field(default_factory=dict)
+    unanswered: set[int] = field(default_factory=set)
+    """Attachments of which the mover has not said yet whether they are mapped."""
     jobs: dict[int, OnDone] = field(default_factory=dict)
     cancelled: dict[int, float] = field(default_factory=dict)
     """Ticket -> when it was cancelled."""
@@ -96,7 +98,13 @@ class Movers:
         state.attachments[number] = (what, on_attached)
         if state.alive:
             state.mover.attach(number, what)
+            state.unanswered.add(number)
         return number
+
+    def descriptor_socket(self, number: int) -> str:
+        """Where the mover waits for descriptors of an attachment that is not mapped yet; empty if it does not wait."""
+        state = self._devices.get(self._home.get(number, ""))
+        return state.mover.descriptor_socket if state and number in state.unanswered else ""
 
     def detach(self, number: int) -> None:
         """Unmap it; running jobs of it end as VOID. The last one ends the mover."""
@@ -105,6 +113,7 @@ class Movers:
             return
         state = self._devices[device]
         del state.attachments[number]
+        state.unanswered.discard(number)
         if state.alive:
             state.mover.detach(number)
             if state.started:
@@ -206,6 +215,7 @@ class Movers:
                 if on_done is not None:
                     on_done(event)
             elif isinstance(event, Attached):
+                state.unanswered.discard(event.attachment)
                 if event.attachment in state.attachments:
                     state.attachments[event.attachment][1](event)
             elif isinstance(event, Locked):
@@ -225,6 +235,7 @@ class Movers:
         self._retire(state)
         jobs, state.jobs = state.jobs, {}
         state.cancelled.clear()
+        state.unanswered.clear()
         for ticket, on_done in jobs.items():
             on_done(Done(ticket, Outcome.FAILED, f"mover {device} ended: {reason}", 0, 0.0))
         for number, (_, on_attached) in list(state.attachments.items()):
@@ -252,6 +263,7 @@ class Movers:
         self._devices[device] = fresh
         for number, (what, _) in fresh.attachments.items():
             fresh.mover.attach(number, what)
+            fresh.unanswered.add(number)
 
     def _end_if_idle(self, device: str) -> None:
         state = self._devices.get(device)

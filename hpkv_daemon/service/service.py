@@ -272,6 +272,7 @@ class Service:
             "epoch": self._identity.epoch,
             "ready": engine is not None and engine.ready,
             "problem": engine.problem if engine else "",
+            "descriptors": self._wanted_at(engine, session) if engine else "",
         }
 
     def _on_death(self, session: Session) -> None:
@@ -297,6 +298,16 @@ class Service:
         if not engine.ranks:
             self._engines.pop(engine.name, None)
 
+    def _wanted_at(self, engine: Engine, session: Session) -> str:
+        """The socket at which the mover waits for descriptors of a rank of this session."""
+        waiting = (
+            self._movers.descriptor_socket(rank.attachment)
+            for rank in engine.ranks.values()
+            if rank.session is session and not rank.attached
+            if any(handle.kind == "cuda_fd" for handle in rank.regions)
+        )
+        return next(filter(None, waiting), "")
+
     # -- registration -------------------------------------------------------------------------------------
 
     def _register(self, peer: Peer, request: Request, session: Session) -> Body:
@@ -305,11 +316,12 @@ class Service:
             raise UsageError("register needs a session with an engine", "name the engine in hello")
         self._movers.require(body["device"])
         handles = list(body["regions"]) + ([body["control"]] if body["control"] else [])
-        if body["device"] == "cpu" and any(handle.kind != "memfd" for handle in handles):
-            raise NoSuchDevice("device 'cpu' maps memory of kind memfd, not cuda_ipc")
+        foreign = [handle.kind for handle in handles if handle.kind != "memfd"]
+        if body["device"] == "cpu" and foreign:
+            raise NoSuchDevice(f"device 'cpu' maps memory of kind memfd, not {foreign[0]}")
         if body["device"] != "cpu" and any(handle.kind == "memfd" for handle in body["regions"]):
-            raise NoSuchDevice(f"device {body['device']!r} maps memory of kind cuda_ipc, not memfd")
-        if any(handle.kind == "memfd" and handle.pid != peer.pid for handle in handles):
+            raise NoSuchDevice(f"device {body['device']!r} maps memory of kind cuda_ipc or cuda_fd, not memfd")
+        if any(handle.kind != "cuda_ipc" and handle.pid != peer.pid for handle in handles):
             raise NotPermitted(
                 f"the memory belongs to another process than the sender (pid {peer.pid})",
                 "register from the process that owns the memory, in the daemon's PID namespace",

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
 from hpkv_vllm.cuda_export import export
 
 from hpkv_client.cuda import Driver
+from hpkv_client.cuda_pages import DESCRIPTOR
 from hpkv_client.wire import Body, handle_to_wire
-from tests.support import ROOT, Bytes, Child, ImpatientDaemon, KvRank, Observed, Rank
+from tests.support import ROOT, Bytes, Child, ImpatientDaemon, KvRank, Observed, Rank, wait_until
 
 FIRST, SECOND = (f"GPU-00000000-0000-4000-8000-00000000000{n}" for n in (1, 2))
 PART = "MIG-00000000-0000-4000-8000-00000000000a"
 WHOLE_OF_PART = "GPU-00000000-0000-4000-8000-000000000003"
 DEVICE_BYTES = 64 << 20
+PAGE_BYTES = 2 << 20
 _TAG = 1 << 60
 
 
@@ -48,6 +51,8 @@ class FakeCuda:
         os.environ.pop("FAKE_CUDA_FAULTS", None)
         self.driver = Driver(str(driver_directory / "libcuda.so.1"))
         self.raw = ctypes.CDLL(str(driver_directory / "libcuda.so.1"))
+        self._reserved: dict[int, tuple[int, int]] = {}
+        """Address -> bytes reserved there, bytes mapped."""
         self.devices = {self.driver.uuid_of(device): device for device in self.driver.devices()}
 
     def environment(self, **more: Any) -> dict[str, Any]:
@@ -61,20 +66,56 @@ class FakeCuda:
             **more,
         }
 
-    def allocate(self, size: int, device: str = FIRST, by_page: bool = False) -> int:
+    def allocate(self, size: int, device: str = FIRST) -> int:
         """Device memory; its pointer. Raises ``MemoryError`` when the device has not that much."""
         self.driver.enter(self.devices[device])
         pointer = ctypes.c_uint64()
-        make = self.raw.fakeMapPages if by_page else self.raw.cuMemAlloc_v2
-        result = make(ctypes.byref(pointer), ctypes.c_size_t(size))
+        result = self.raw.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size))
         if result == 2:
             raise MemoryError(f"no {size} bytes left on {device}")
         assert not result
         return pointer.value
 
+    def map_pages(self, size: int, handle_types: int = DESCRIPTOR, device: str = FIRST, pieces: int = 2) -> int:
+        """Device memory that is mapped page by page, in so many pieces with some space behind them; its pointer."""
+        self.driver.enter(self.devices[device])
+        pages = -(-size // PAGE_BYTES)
+        address = ctypes.c_uint64()
+        self.driver.call("cuMemAddressReserve", ctypes.byref(address), (pages + 4) * PAGE_BYTES, 0, 0, 0)
+        self._reserved[address.value] = ((pages + 4) * PAGE_BYTES, pages * PAGE_BYTES)
+        sizes = [(pages // pieces + (n < pages % pieces)) * PAGE_BYTES for n in range(min(pieces, pages))]
+        at = address.value
+        for piece in sizes:
+            handle = ctypes.c_uint64()
+            properties = struct.pack("=4i16x", 1, handle_types, 1, self.devices[device])
+            arguments = (ctypes.byref(handle), ctypes.c_size_t(piece), properties, ctypes.c_uint64(0))
+            result = self.raw.cuMemCreate(*arguments)
+            if result == 2:
+                raise MemoryError(f"no {size} bytes left on {device}")
+            assert not result
+            self.driver.call("cuMemMap", at, piece, 0, handle.value, 0)
+            # As torch does: the mapping holds the memory.
+            self.driver.call("cuMemRelease", handle.value)
+            at += piece
+        access = struct.pack("=3i", 1, self.devices[device], 3)
+        self.driver.call("cuMemSetAccess", address.value, pages * PAGE_BYTES, access, 1)
+        return address.value
+
+    def unmap_pages(self, pointer: int) -> None:
+        """Take the memory from under its addresses, as sleep does; they stay reserved."""
+        reserved, mapped = self._reserved[pointer]
+        self.driver.call("cuMemUnmap", pointer, mapped)
+        self._reserved[pointer] = (reserved, 0)
+
     def free(self, pointer: int) -> None:
         """Free it."""
-        assert not self.raw.cuMemFree_v2(ctypes.c_uint64(pointer))
+        if pointer in self._reserved:
+            reserved, mapped = self._reserved.pop(pointer)
+            if mapped:
+                self.driver.call("cuMemUnmap", pointer, mapped)
+            self.driver.call("cuMemAddressFree", pointer, reserved)
+        else:
+            assert not self.raw.cuMemFree_v2(ctypes.c_uint64(pointer))
 
     def free_bytes(self, device: str = FIRST) -> int:
         """What nobody holds of a device."""
@@ -128,27 +169,41 @@ def gpu_tensor(cuda: FakeCuda, pointer: int, size: int) -> Any:
 
 
 class _OnGpu(Rank):
-    """Its memory lies on a GPU, at byte ``AT`` of an allocation."""
+    """Its memory lies on a GPU, at byte ``AT`` of an allocation; with ``paged`` in so many pieces page by page."""
 
     AT = 4096
     cuda: FakeCuda
     gpu = FIRST
+    paged = 0
+
+    def __init__(self, socket: Path, *arguments: Any, **more: Any) -> None:
+        self.socket = socket
+        super().__init__(socket, *arguments, **more)
 
     def _allocate(self, size: int) -> Bytes:
         self.size = size
-        self._allocation = self.cuda.allocate(size + self.AT, self.gpu)
+        whole = size + self.AT
+        pages = self.cuda.map_pages(whole, device=self.gpu, pieces=self.paged) if self.paged else 0
+        self._allocation = pages or self.cuda.allocate(whole, self.gpu)
         self.pointer = self._allocation + self.AT
         return self.cuda.bytes_at(self.pointer, size)
 
     def _free(self) -> None:
         if self._allocation:
+            self.cuda.driver.enter(self.cuda.devices[self.gpu])
             self.cuda.free(self._allocation)
             self._allocation = 0
 
     def _where(self) -> Body:
         self.cuda.driver.enter(self.cuda.devices[self.gpu])
-        device, handle = export(self.cuda.driver, self.pointer, self.size)
+        device, handle, self.pages = export(self.cuda.driver, self.pointer, self.size)
         return {"device": device, "regions": [handle_to_wire(handle)]}
+
+    def hand_over(self, within: float = 10.0) -> Self:
+        """Send the descriptors as soon as the mover waits for them."""
+        name = wait_until(lambda: self.call("heartbeat")["descriptors"], within)
+        self.pages.hand_over(self.socket.with_name(name))
+        return self
 
 
 class GpuRank(_OnGpu):
@@ -167,13 +222,15 @@ class GpuNode:
         self.cuda = cuda
         self.socket = observed.socket
 
-    def rank(self, *arguments: Any, gpu: str = FIRST, **more: Any) -> GpuRank:
+    def rank(self, *arguments: Any, gpu: str = FIRST, paged: int = 0, **more: Any) -> GpuRank:
         """A bare rank, not registered yet."""
-        return type("GpuRankHere", (GpuRank,), {"cuda": self.cuda, "gpu": gpu})(self.socket, *arguments, **more)
+        here = {"cuda": self.cuda, "gpu": gpu, "paged": paged}
+        return type("GpuRankHere", (GpuRank,), here)(self.socket, *arguments, **more)
 
-    def kv_rank(self, gpu: str = FIRST, **more: Any) -> GpuKvRank:
+    def kv_rank(self, gpu: str = FIRST, paged: int = 0, **more: Any) -> GpuKvRank:
         """A rank with a layout, not registered yet."""
-        return type("GpuKvRankHere", (GpuKvRank,), {"cuda": self.cuda, "gpu": gpu})(self.socket, **more)
+        here = {"cuda": self.cuda, "gpu": gpu, "paged": paged}
+        return type("GpuKvRankHere", (GpuKvRank,), here)(self.socket, **more)
 
     def child(self, code: str) -> Child:
         """A process that plays an engine on the first GPU: ``rank(...)`` in its code makes one."""
@@ -181,7 +238,9 @@ class GpuNode:
             "from tests.cuda.gpus import FakeCuda, GpuRank\n"
             f"cuda = FakeCuda(Path({str(self.cuda.driver_directory)!r}), Path({str(self.cuda.directory)!r}))\n"
             "class Here(GpuRank): cuda = cuda\n"
-            "def rank(*shard, **more): return Here(socket, *shard, **more)\n"
+            "def rank(*shard, paged=0, **more):\n"
+            "    Here.paged = paged\n"
+            "    return Here(socket, *shard, **more)\n"
         )
         return Child(self.observed.handle, prelude + code)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hpkv_client.errors import LayoutRefused
 from hpkv_client.settings import from_environment
 from hpkv_client.topology import ModelShape, Parallel, shard_of
 from hpkv_client.types import KEY_BYTES, Keys, block_key, typed_digest
@@ -139,10 +140,14 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("paged", [False, True])
 def test_a_block_is_stored_as_the_step_leaves_it_and_loaded_whole(
-    node: GpuNode, start: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch
+    node: GpuNode, start: Callable[[str], Engine], cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, paged: bool
 ) -> None:
     from hpkv_vllm.metadata import Load, Piece
+
+    if paged:
+        monkeypatch.setattr(cuda, "allocate", cuda.map_pages)
 
     writer = start("writer")
     with late(monkeypatch):
@@ -196,15 +201,26 @@ def test_a_store_whose_step_takes_too_long_is_not_sent_and_its_blocks_are_free(
     assert writer.worker._keepers["part"].link.usable
 
 
-def test_memory_without_a_handle_turns_caching_off(
+def test_memory_that_cannot_be_shared_turns_caching_off(
     start: Callable[[str], Engine], cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    allocate = cuda.allocate
-    monkeypatch.setattr(cuda, "allocate", lambda size: allocate(size, by_page=True))
+    monkeypatch.setattr(cuda, "allocate", lambda size: cuda.map_pages(size, handle_types=0))
     engine = start("writer")
     assert engine.worker.parts() is None
     engine.step(stores=[a_store(1, [0])])
     assert engine.stored() == {1: 1}
+
+
+def test_an_engine_that_may_sleep_runs_without(start: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpkv_vllm import compat
+
+    refuse = compat.refuse_sleep
+    asleep = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
+    monkeypatch.setattr(compat, "refuse_sleep", lambda _: refuse(asleep))
+    engine = start("writer")
+    assert engine.worker.parts() is None
+    with pytest.raises(LayoutRefused, match="without --enable-sleep-mode"):
+        refuse(asleep)
 
 
 def test_kernels_that_may_order_elements_differently_share_nothing() -> None:

@@ -31,7 +31,7 @@ def memory(cuda: FakeCuda) -> Iterator[int]:
 
 
 def test_a_handle_names_the_allocation_the_place_in_it_and_the_device(cuda: FakeCuda, memory: int) -> None:
-    device, handle = export(cuda.driver, memory + 4096, SIZE)
+    device, handle, _ = export(cuda.driver, memory + 4096, SIZE)
     assert device == f"cuda:{FIRST}"
     assert (handle.kind, handle.offset, handle.size, len(handle.token)) == ("cuda_ipc", 4096, SIZE, 64)
     assert export(cuda.driver, memory, SIZE)[1].token == handle.token
@@ -46,13 +46,6 @@ def test_a_part_of_a_gpu_is_named_as_such(cuda: FakeCuda) -> None:
 def test_what_leaves_its_allocation_is_refused(cuda: FakeCuda, memory: int) -> None:
     with pytest.raises(LayoutRefused, match="at an allocation's byte 4096 of 4194304"):
         export(cuda.driver, memory + 4096, 4 << 20)
-
-
-def test_memory_mapped_page_by_page_is_found_out_at_once_and_the_setting_is_named(cuda: FakeCuda) -> None:
-    pointer = cuda.allocate(SIZE, by_page=True)
-    with pytest.raises(LayoutRefused, match=r"mapped page by page.*without .*expandable_segments:True.*sleep-mode"):
-        export(cuda.driver, pointer, SIZE)
-    cuda.free(pointer)
 
 
 @pytest.mark.parametrize("gpu", [FIRST, PART])

@@ -294,7 +294,7 @@ def test_what_cannot_be_opened_is_refused_in_one_line(node: GpuNode, stack: Exit
     assert "token of 5 bytes" in rank.problem()
     rank.register(regions=[handle | {"offset": DEVICE_BYTES}])
     assert "in an allocation of" in rank.problem()
-    with pytest.raises(NoSuchDevice, match="maps memory of kind cuda_ipc, not memfd"):
+    with pytest.raises(NoSuchDevice, match="maps memory of kind cuda_ipc or cuda_fd, not memfd"):
         rank.register(regions=[rank.registration()["control"]])
     elsewhere = "cuda:GPU-12345678-0000-4000-8000-000000000001"
     rank.register(device=elsewhere)

@@ -175,7 +175,7 @@ WRONG = {
     ),
     "region of another kind": (
         replaced("register", regions=[{"kind": "file", "size": 1, "name": "/etc/passwd"}]),
-        "kind must be memfd or cuda_ipc",
+        "kind must be memfd, cuda_ipc or cuda_fd",
     ),
     "run of nothing": (replaced("register", layers=[["l", 9, [[0] * 8]]]), "must move at least one byte"),
     "run too short": (replaced("register", layers=[["l", 9, [[0] * 7]]]), "a list of 8 integers"),

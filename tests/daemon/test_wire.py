@@ -57,6 +57,21 @@ def test_a_request_is_these_bytes(verb: str) -> None:
     assert set(request.body) == set(VERBS[verb])
 
 
+@pytest.mark.parametrize(
+    "handle",
+    [
+        MemoryHandle("memfd", 8192, pid=7, fd=3, name="hpkv-a"),
+        MemoryHandle("cuda_ipc", 9, token=b"t", offset=5, event=b"e"),
+        MemoryHandle("cuda_fd", 9, pid=7, name="n", offset=5),
+    ],
+)
+def test_every_kind_of_handle_arrives_as_it_was_sent(handle: MemoryHandle) -> None:
+    body = wire.decode_request(bytes.fromhex(GOLDEN["register"])).body
+    sent = {name: body[name] for name in ("rank", "world", "namespace", "model", "device", "blocks")}
+    sent |= {"layers": [], "regions": [wire.handle_to_wire(handle)]}
+    assert wire.decode_request(wire.encode_request("register", 1, 1, sent)).body["regions"] == [handle]
+
+
 def test_what_a_register_says_is_read_as_it_was_meant() -> None:
     body = wire.decode_request(bytes.fromhex(GOLDEN["register"])).body
     assert body["regions"] == [
@@ -146,7 +161,7 @@ def test_the_error_of_a_newer_daemon_is_still_an_error() -> None:
 REPLIES = {
     "hello": {"session", "epoch", "major", "minor", "pid", "heartbeat_seconds", "lease_seconds"},
     "register": {"ready"},
-    "heartbeat": {"epoch", "ready", "problem"},
+    "heartbeat": {"epoch", "ready", "problem", "descriptors"},
     "ping": {"pid", "epoch", "uptime_seconds", "version", "protocol", "instance", "echo"},
     "put": {"kept", "dropped", "partial"},
     "store": {"kept", "dropped", "partial"},

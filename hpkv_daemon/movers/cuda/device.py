@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from hpkv_client.control import PAGE_BYTES, ControlPage
 from hpkv_client.cuda import IPC_BYTES, CudaError, Driver
+from hpkv_client.cuda_pages import MappedPieces
 from hpkv_client.errors import LayoutRefused, NoSuchDevice
 from hpkv_client.memory import map_shared
 from hpkv_client.types import MemoryHandle, Run
@@ -106,7 +107,10 @@ class PinnedMemory:
 
 
 class AttachedRank:
-    """One rank's memory on the device, opened. ``close`` it when no copy touches it any more."""
+    """One rank's memory on the device, opened. ``close`` it when no copy touches it any more.
+
+    ``paged`` is asked for memory that is mapped already; it is not this object's.
+    """
 
     def __init__(
         self,
@@ -116,8 +120,10 @@ class AttachedRank:
         runs: Sequence[Run],
         blocks: int,
         staging_bytes: int,
+        paged: Callable[[MemoryHandle], MappedPieces],
     ) -> None:
         self._driver = driver
+        self._paged = paged
         self._opened: list[int] = []
         self._page: mmap.mmap | None = None
         self.control: ControlPage | None = None
@@ -140,20 +146,22 @@ class AttachedRank:
             raise
 
     def _open(self, handle: MemoryHandle) -> int:
+        if handle.kind == "cuda_fd":
+            memory = self._paged(handle)
+            _require_inside(handle, memory.size)
+            return memory.address + handle.offset
         if handle.kind != "cuda_ipc" or len(handle.token) != IPC_BYTES:
             raise LayoutRefused(f"a GPU has no memory of kind {handle.kind} with a token of {len(handle.token)} bytes")
         base = self._driver.open(handle.token)
         self._opened.append(base)
-        end = handle.offset + handle.size
         try:
             _, size = self._driver.allocation(base)
         except CudaError as problem:
             if problem.lost:
                 raise
             # A driver that does not tell the size of foreign memory: a handle that lies ends this process, no more.
-            size = end
-        if end > size:
-            raise LayoutRefused(f"a region that ends at {end} in an allocation of {size} bytes")
+            size = handle.offset + handle.size
+        _require_inside(handle, size)
         return base + handle.offset
 
     def close(self) -> None:
@@ -166,3 +174,9 @@ class AttachedRank:
             self._page = None
         while self._opened:
             self._driver.close(self._opened.pop())
+
+
+def _require_inside(handle: MemoryHandle, size: int) -> None:
+    end = handle.offset + handle.size
+    if end > size:
+        raise LayoutRefused(f"a region that ends at {end} in an allocation of {size} bytes")

@@ -1,5 +1,6 @@
-"""The mover process of one GPU: ``python -m hpkv_daemon.movers.cuda.process UUID LINK_FD POOL_FD POOL_BYTES FAULTS``.
+"""The mover process of one GPU.
 
+``python -m hpkv_daemon.movers.cuda.process UUID LISTENER_FD LINK_FD POOL_FD POOL_BYTES FAULTS``; -1 for no listener.
 One thread. It hands copies to the device and looks at their events; it never waits for one. Whatever the driver says
 about a context that is lost ends the process: its end is what stops every copy for certain.
 """
@@ -11,13 +12,13 @@ import os
 import select
 import socket
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 import numpy as np
 
 from hpkv_client.cuda import CudaError, Driver
-from hpkv_client.errors import HpkvError
 from hpkv_client.types import MemoryHandle, Run
 from hpkv_daemon.child import belong_to_daemon, claim_priority
 from hpkv_daemon.faults import Faults
@@ -25,6 +26,7 @@ from hpkv_daemon.link import Link
 from hpkv_daemon.movers.base import Direction, Outcome
 from hpkv_daemon.movers.cuda.device import AttachedRank, Limits, PinnedMemory, open_device, stay_near
 from hpkv_daemon.movers.cuda.lane import Job, Lane
+from hpkv_daemon.movers.cuda.paged import MemoryName, PagedMemories
 
 _LOOK_SECONDS = 50e-6
 """Between two looks at the events while the device works."""
@@ -36,27 +38,57 @@ _MOST_NOTICES = 32
 class _Gpu:
     """The device, once it is open, and its two lanes."""
 
-    def __init__(self, name: str, pool: mmap.mmap, limits: Limits, faults: Faults, on_end: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        pool: mmap.mmap,
+        limits: Limits,
+        faults: Faults,
+        on_end: Any,
+        listener: socket.socket | None,
+    ) -> None:
         self.driver = Driver()
         device = open_device(self.driver, name)
         stay_near(self.driver.bus_of(device))
         self.pool = PinnedMemory(self.driver, pool, limits.extent_bytes)
+        self.paged = PagedMemories(self.driver, device, listener)
         ways = (Direction.LOAD, Direction.STORE)
         self.lanes = {way: Lane(way, self.driver, self.pool, limits, faults, on_end) for way in ways}
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A rank that is to be attached."""
+
+    regions: list[MemoryHandle]
+    control: MemoryHandle | None
+    runs: list[Run]
+    blocks: int
 
 
 class MoverProcess:
     """State of the process: the device, attached ranks, and how much of the pool is page-locked."""
 
-    def __init__(self, name: str, link: Link, pool: mmap.mmap, limits: Limits, faults: Faults) -> None:
+    def __init__(
+        self,
+        name: str,
+        link: Link,
+        pool: mmap.mmap,
+        limits: Limits,
+        faults: Faults,
+        listener: socket.socket | None = None,
+    ) -> None:
         self._name = name
         self._link = link
         self._pool = pool
         self._limits = limits
         self._faults = faults
+        self._listener = listener
         self._gpu: _Gpu | None = None
+        self._awaited: dict[int, _Request] = {}
+        """Ranks whose memory is on its way."""
         self._ranks: dict[int, AttachedRank] = {}
-        self._leaving: list[AttachedRank] = []
+        self._leaving: dict[int, AttachedRank] = {}
         self._noticed: set[str] = set()
         self._locked_ahead = True
         """Whether there is more to page-lock ahead of use, and it works."""
@@ -68,9 +100,11 @@ class MoverProcess:
                 self._obey(message)
             worked = self._work()
             self._close_left()
+            sources = self._take_memory()
             writers = [] if self._link.flush() else [self._link]
             pause = self._pause(worked)
-            ready = select.select([self._link], writers, [], pause)
+            readers: list[Link | socket.socket] = [self._link, *sources]
+            ready = select.select(readers, writers, [], pause)
             if not any(ready) and pause == _LOCK_SECONDS:
                 self._lock_ahead()
 
@@ -82,6 +116,21 @@ class MoverProcess:
             lane.poll()
             worked |= lane.submit()
         return worked
+
+    def _take_memory(self) -> list[socket.socket]:
+        """Map what has come; where more may come from."""
+        if self._gpu is None:
+            return []
+        paged = self._gpu.paged
+        paged.serve()
+        for number, problem in paged.ended():
+            request = self._awaited.pop(number)
+            if problem:
+                paged.release(number)
+                self._link.send(["attached", number, problem])
+            else:
+                self._map(self._gpu, number, request)
+        return paged.sources()
 
     def _pause(self, worked: bool) -> float | None:
         if self._gpu is None:
@@ -122,52 +171,77 @@ class MoverProcess:
             self._attach(number, *rest)
         elif verb == "detach":
             self._cancel(lambda job: job.attachment == number)
-            rank = self._ranks.pop(number, None)
-            if rank is not None:
-                self._leaving.append(rank)
+            self._detach(number)
 
     def _cancel(self, matches: Any) -> None:
         if self._gpu is not None:
             for lane in self._gpu.lanes.values():
                 lane.cancel(matches)
 
+    def _detach(self, number: int) -> None:
+        rank = self._ranks.pop(number, None)
+        if rank is not None:
+            self._leaving[number] = rank
+        elif self._awaited.pop(number, None) and self._gpu is not None:
+            self._gpu.paged.release(number)
+
     def _close_left(self) -> None:
-        for rank in [rank for rank in self._leaving if not rank.in_flight]:
-            self._leaving.remove(rank)
+        for number, rank in [(number, rank) for number, rank in self._leaving.items() if not rank.in_flight]:
+            del self._leaving[number]
             rank.close()
+            assert self._gpu is not None
+            self._gpu.paged.release(number)
 
     def _attach(self, number: int, regions: list[Any], control: list[Any] | None, runs: list[Any], blocks: int) -> None:
-        problem = ""
-        lost: CudaError | None = None
         try:
             if self._gpu is None:
-                self._gpu = _Gpu(self._name, self._pool, self._limits, self._faults, self._finish)
-            rank = AttachedRank(
-                self._gpu.driver,
+                self._gpu = _Gpu(self._name, self._pool, self._limits, self._faults, self._finish, self._listener)
+            request = _Request(
                 [MemoryHandle(*region) for region in regions],
                 MemoryHandle(*control) if control else None,
                 [Run(*run) for run in runs],
                 blocks,
-                self._limits.staging_bytes,
             )
-        except CudaError as refused:
-            problem, lost = str(refused), refused if refused.lost else None
-        except HpkvError as refused:
-            problem = str(refused)
-        except Exception as bad:  # noqa: BLE001  (one rank's bad memory must not end the copies of others)
-            problem = str(bad) or type(bad).__name__
+        except Exception as problem:  # noqa: BLE001  (one rank's bad memory must not end the copies of others)
+            self._refuse(number, problem)
+            return
+        names = {_name_of(handle) for handle in request.regions if handle.kind == "cuda_fd"}
+        if names:
+            self._awaited[number] = request
+            self._gpu.paged.want(number, names)
         else:
-            if rank.control is not None:
-                rank.control.sign(os.getpid())
-            self._ranks[number] = rank
-            if rank.plan.short_bytes:
-                self._notice(
-                    f"blocks in pieces of {rank.plan.short_bytes} bytes, too short for the GPU's link; "
-                    "a larger --block-size or another KV layout makes them longer"
-                )
-        self._link.send(["attached", number, problem])
-        if lost is not None:
-            raise lost
+            self._map(self._gpu, number, request)
+
+    def _map(self, gpu: _Gpu, number: int, request: _Request) -> None:
+        try:
+            rank = AttachedRank(
+                gpu.driver,
+                request.regions,
+                request.control,
+                request.runs,
+                request.blocks,
+                self._limits.staging_bytes,
+                lambda handle: gpu.paged.memory(_name_of(handle)),
+            )
+        except Exception as problem:  # noqa: BLE001  (one rank's bad memory must not end the copies of others)
+            self._refuse(number, problem)
+            gpu.paged.release(number)
+            return
+        if rank.control is not None:
+            rank.control.sign(os.getpid())
+        self._ranks[number] = rank
+        if rank.plan.short_bytes:
+            self._notice(
+                f"blocks in pieces of {rank.plan.short_bytes} bytes, too short for the GPU's link; "
+                "a larger --block-size or another KV layout makes them longer"
+            )
+        self._link.send(["attached", number, ""])
+
+    def _refuse(self, number: int, problem: Exception) -> None:
+        """Say why a rank is not attached. Raises it when the device is lost."""
+        self._link.send(["attached", number, str(problem) or type(problem).__name__])
+        if isinstance(problem, CudaError) and problem.lost:
+            raise problem
 
     def _queue(self, ticket: int, attachment: int, direction: int, job: int, offsets: bytes, blocks: bytes) -> None:
         rank = self._ranks.get(attachment)
@@ -195,18 +269,28 @@ class MoverProcess:
         self._link.send(["dying", 0, words])
 
 
+def _name_of(handle: MemoryHandle) -> MemoryName:
+    return handle.pid, handle.name
+
+
+def _low(descriptor: int) -> socket.socket:
+    """A low number, whatever the daemon's was: select() is the wait that is precise enough here."""
+    low = socket.socket(fileno=os.dup(descriptor))
+    os.close(descriptor)
+    return low
+
+
 def main(arguments: list[str], limits: Limits) -> None:
     """Entry of the process."""
     belong_to_daemon()
     claim_priority()
     name = arguments[0]
-    link_fd, pool_fd, pool_bytes = (int(text) for text in arguments[1:4])
-    # A low number, whatever the daemon's was: select() is the wait that is precise enough here.
-    link = Link(socket.socket(fileno=os.dup(link_fd)))
-    os.close(link_fd)
+    listener_fd, link_fd, pool_fd, pool_bytes = (int(text) for text in arguments[1:5])
+    listener = _low(listener_fd) if listener_fd >= 0 else None
+    link = Link(_low(link_fd))
     pool = mmap.mmap(pool_fd, pool_bytes)
     os.close(pool_fd)
-    mover = MoverProcess(name, link, pool, limits, Faults(arguments[4]))
+    mover = MoverProcess(name, link, pool, limits, Faults(arguments[5]), listener)
     try:
         mover.run()
     except CudaError as problem:

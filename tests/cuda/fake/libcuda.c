@@ -5,7 +5,7 @@
  * with one more bit, so that nobody reads device memory past the driver. What is put into a stream happens when
  * somebody looks at an event, and not before $FAKE_CUDA_DELAY_US have passed; copies of a batch happen backwards.
  * Anything that the real driver refuses or leaves undefined is an error here: host memory that is not page-locked, ranges
- * that leave an allocation, handles opened by their own process.
+ * that leave an allocation, handles opened by their own process, pages that are mapped in part or without access.
  *
  * $FAKE_CUDA/devices has one line for each device: UUID, bytes. Two UUIDs (whole, part) for a MIG device.
  * $FAKE_CUDA_FAULTS names a file with lines "FUNCTION N RESULT": the N-th call from now fails, every one if N is 0.
@@ -59,11 +59,16 @@ struct device {
     char whole[64], part[64];
     size_t bytes;
 };
+struct physical { /* memory without an address: freed when no handle, no mapping and no descriptor is left */
+    int fd, device, types, handles, mappings;
+    size_t size;
+};
 struct area {
     char *start;
     size_t size;
-    int device, fd, opened, legacy; /* opened: how often by handle; 0 for own memory */
+    int device, fd, opened, access;
     char name[64];
+    struct physical *pages; /* under a mapping page by page; those have no handle of the old kind */
 };
 struct operation {
     struct operation *next;
@@ -90,7 +95,7 @@ struct rule {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct device devices[8];
 static int device_count, initialised;
-static struct area areas[MOST], pinned[MOST];
+static struct area areas[MOST], pinned[MOST], reserved[MOST];
 static struct stream *streams;
 static struct rule rules[16];
 static int rule_count;
@@ -167,10 +172,12 @@ int cuGetErrorName(int result, const char **name) {
         const char *name;
     } names[] = {
         {1, "CUDA_ERROR_INVALID_VALUE"},      {2, "CUDA_ERROR_OUT_OF_MEMORY"},   {3, "CUDA_ERROR_NOT_INITIALIZED"},
-        {100, "CUDA_ERROR_NO_DEVICE"},        {201, "CUDA_ERROR_INVALID_CONTEXT"}, {205, "CUDA_ERROR_MAP_FAILED"},
+        {4, "CUDA_ERROR_DEINITIALIZED"},       {100, "CUDA_ERROR_NO_DEVICE"},
+        {101, "CUDA_ERROR_INVALID_DEVICE"},   {201, "CUDA_ERROR_INVALID_CONTEXT"}, {205, "CUDA_ERROR_MAP_FAILED"},
         {214, "CUDA_ERROR_ECC_UNCORRECTABLE"}, {400, "CUDA_ERROR_INVALID_HANDLE"}, {500, "CUDA_ERROR_NOT_FOUND"},
         {700, "CUDA_ERROR_ILLEGAL_ADDRESS"},  {712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
-        {801, "CUDA_ERROR_NOT_SUPPORTED"},    {999, "CUDA_ERROR_UNKNOWN"},
+        {800, "CUDA_ERROR_NOT_PERMITTED"},    {801, "CUDA_ERROR_NOT_SUPPORTED"},
+        {999, "CUDA_ERROR_UNKNOWN"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (names[i].result == result) {
@@ -280,6 +287,12 @@ int cuCtxSetCurrent(void *context) {
     return OK;
 }
 
+int cuCtxGetCurrent(void **context) {
+    ENTER("cuCtxGetCurrent");
+    *context = (void *)(intptr_t)current;
+    return OK;
+}
+
 /* -- memory ------------------------------------------------------------------------------------------------------ */
 
 static struct area *area_of(pointer at, size_t size) {
@@ -326,6 +339,17 @@ static size_t taken(int device) {
     return sum;
 }
 
+/* A new file that stands for memory of the current device; below zero: an error of the driver. */
+static int make(size_t size, char *path, size_t most) {
+    static unsigned numbers;
+    if (taken(current - 1) + size > devices[current - 1].bytes)
+        return -OUT_OF_MEMORY;
+    snprintf(path, most, "%s/memory-%.40s-%x.%x", setting("FAKE_CUDA", ""), devices[current - 1].part,
+             (unsigned)getpid(), numbers++);
+    int fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    return fd < 0 || ftruncate(fd, size) || flock(fd, LOCK_SH) ? -UNKNOWN : fd;
+}
+
 static int map(struct area *area, const char *path, int fd, size_t size) {
     if (flock(fd, LOCK_SH))
         return UNKNOWN;
@@ -346,38 +370,24 @@ static void unmap(struct area *area) {
     memset(area, 0, sizeof *area);
 }
 
-static int allocate(pointer *to, size_t size, int legacy) {
-    static unsigned numbers;
+int cuMemAlloc_v2(pointer *to, size_t size) {
+    ENTER_CONTEXT("cuMemAlloc_v2");
     char path[1024];
     struct area *area = free_area();
     size = (size + PAGE - 1) / PAGE * PAGE;
-    if (!area || taken(current - 1) + size > devices[current - 1].bytes)
-        return OUT_OF_MEMORY;
-    snprintf(path, sizeof path, "%s/memory-%.40s-%x.%x", setting("FAKE_CUDA", ""), devices[current - 1].part,
-             (unsigned)getpid(), numbers++);
-    int fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-    if (fd < 0 || ftruncate(fd, size) || map(area, path, fd, size))
-        return UNKNOWN;
-    area->legacy = legacy;
+    int fd = area ? make(size, path, sizeof path) : -OUT_OF_MEMORY;
+    if (fd < 0)
+        return -fd;
+    area->access = 1;
+    int result = map(area, path, fd, size);
     *to = (pointer)area->start | TAG;
-    return OK;
-}
-
-int cuMemAlloc_v2(pointer *to, size_t size) {
-    ENTER_CONTEXT("cuMemAlloc_v2");
-    return allocate(to, size, 1);
-}
-
-/* Stands for memory that was mapped page by page: it has no handle of the old kind. */
-int fakeMapPages(pointer *to, size_t size) {
-    ENTER_CONTEXT("fakeMapPages");
-    return allocate(to, size, 0);
+    return result;
 }
 
 int cuMemFree_v2(pointer at) {
     ENTER_CONTEXT("cuMemFree_v2");
     struct area *area = area_of(at, 1);
-    if (!area || area->opened)
+    if (!area || area->opened || area->pages)
         return INVALID_VALUE;
     /* As the real one, it waits for the device. */
     pthread_mutex_lock(&lock);
@@ -412,7 +422,7 @@ int cuPointerGetAttribute(void *to, int attribute, pointer at) {
     if (attribute == 9)
         *(int *)to = area->device;
     else if (attribute == 10)
-        *(char *)to = (char)area->legacy;
+        *(char *)to = !area->pages;
     else
         return NOT_SUPPORTED;
     return OK;
@@ -421,7 +431,7 @@ int cuPointerGetAttribute(void *to, int attribute, pointer at) {
 int cuIpcGetMemHandle(handle *to, pointer at) {
     ENTER_CONTEXT("cuIpcGetMemHandle");
     struct area *area = area_of(at, 1);
-    if (!area || !area->legacy || area->opened)
+    if (!area || area->pages || area->opened)
         return INVALID_VALUE;
     memset(to, 0, sizeof *to);
     snprintf(to->bytes, sizeof to->bytes, "%s", area->name);
@@ -454,7 +464,7 @@ int cuIpcOpenMemHandle_v2(pointer *to, handle from, unsigned flags) {
         close(fd);
         return MAP_FAILED_;
     }
-    area->opened = 1;
+    area->opened = area->access = 1;
     *to = (pointer)area->start | TAG;
     return OK;
 }
@@ -480,6 +490,203 @@ int cuIpcCloseMemHandle(pointer at) {
     return OK;
 }
 
+/* -- memory page by page ----------------------------------------------------------------------------------------- */
+
+struct place {
+    int type, id;
+};
+struct properties {
+    int type, types;
+    struct place place;
+    void *metadata;
+    unsigned char flags[8];
+};
+struct right {
+    struct place place;
+    int flags;
+};
+
+static void let_go(struct physical *pages) {
+    if (!pages->handles && !pages->mappings) {
+        close(pages->fd);
+        free(pages);
+    }
+}
+
+static struct physical *physical(int fd, size_t size, int device, int types) {
+    struct physical *pages = calloc(1, sizeof *pages);
+    *pages = (struct physical){fd, device, types, 1, 0, size};
+    return pages;
+}
+
+int cuMemCreate(struct physical **to, size_t size, const struct properties *what, uint64_t flags) {
+    ENTER_CONTEXT("cuMemCreate");
+    char path[1024];
+    if (!size || size % PAGE || flags || what->type != 1 || what->place.type != 1)
+        return INVALID_VALUE;
+    int fd = make(size, path, sizeof path);
+    if (fd < 0)
+        return -fd;
+    *to = physical(fd, size, what->place.id, what->types);
+    return OK;
+}
+
+int cuMemRelease(struct physical *pages) {
+    ENTER("cuMemRelease");
+    if (!pages || !pages->handles)
+        return INVALID_VALUE;
+    pages->handles--;
+    let_go(pages);
+    return OK;
+}
+
+int cuMemRetainAllocationHandle(struct physical **to, void *at) {
+    ENTER("cuMemRetainAllocationHandle");
+    struct area *area = area_of((pointer)at, 1);
+    if (!area || !area->pages)
+        return INVALID_VALUE;
+    area->pages->handles++;
+    *to = area->pages;
+    return OK;
+}
+
+int cuMemGetAllocationPropertiesFromHandle(struct properties *to, struct physical *pages) {
+    ENTER("cuMemGetAllocationPropertiesFromHandle");
+    memset(to, 0, sizeof *to);
+    *to = (struct properties){.type = 1, .types = pages->types, .place = {1, pages->device}};
+    return OK;
+}
+
+int cuMemExportToShareableHandle(void *to, struct physical *pages, int type, uint64_t flags) {
+    ENTER("cuMemExportToShareableHandle");
+    if (flags || type != 1 || !(pages->types & 1))
+        return INVALID_VALUE;
+    int fd = fcntl(pages->fd, F_DUPFD_CLOEXEC, 0);
+    if (fd < 0)
+        return UNKNOWN;
+    *(int *)to = fd;
+    return OK;
+}
+
+int cuMemImportFromShareableHandle(struct physical **to, void *from, int type) {
+    ENTER_CONTEXT("cuMemImportFromShareableHandle");
+    char link[64], path[1024] = "", prefix[1024];
+    struct stat found;
+    snprintf(link, sizeof link, "/proc/self/fd/%d", (int)(intptr_t)from);
+    snprintf(prefix, sizeof prefix, "%s/memory-%.40s-", setting("FAKE_CUDA", ""), devices[current - 1].part);
+    if (type != 1 || readlink(link, path, sizeof path - 1) < 0 || strncmp(path, prefix, strlen(prefix)) ||
+        fstat((int)(intptr_t)from, &found))
+        return INVALID_VALUE;
+    int fd = fcntl((int)(intptr_t)from, F_DUPFD_CLOEXEC, 0);
+    if (fd < 0)
+        return UNKNOWN;
+    *to = physical(fd, found.st_size, current - 1, 1);
+    return OK;
+}
+
+int cuMemAddressReserve(pointer *to, size_t size, size_t alignment, pointer wish, uint64_t flags) {
+    ENTER_CONTEXT("cuMemAddressReserve");
+    if (!size || size % PAGE || alignment || wish || flags)
+        return INVALID_VALUE;
+    for (int i = 0; i < MOST; i++)
+        if (!reserved[i].start) {
+            char *start = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+            if (start == MAP_FAILED)
+                return OUT_OF_MEMORY;
+            reserved[i].start = start;
+            reserved[i].size = size;
+            *to = (pointer)start | TAG;
+            return OK;
+        }
+    return OUT_OF_MEMORY;
+}
+
+int cuMemAddressFree(pointer at, size_t size) {
+    ENTER_CONTEXT("cuMemAddressFree");
+    char *start = (char *)(at & ~TAG);
+    for (int i = 0; i < MOST; i++)
+        if (areas[i].start && areas[i].start < start + size && areas[i].start + areas[i].size > start)
+            return INVALID_VALUE;
+    for (int i = 0; i < MOST; i++)
+        if (reserved[i].start && reserved[i].start == start && reserved[i].size == size) {
+            munmap(start, size);
+            reserved[i].start = NULL;
+            return OK;
+        }
+    return INVALID_VALUE;
+}
+
+int cuMemMap(pointer at, size_t size, size_t offset, struct physical *pages, uint64_t flags) {
+    ENTER_CONTEXT("cuMemMap");
+    char *start = (char *)(at & ~TAG);
+    struct area *area = free_area();
+    int inside = 0;
+    for (int i = 0; i < MOST; i++) {
+        inside |= reserved[i].start && start >= reserved[i].start && start + size <= reserved[i].start + reserved[i].size;
+        if (areas[i].start && areas[i].start < start + size && areas[i].start + areas[i].size > start)
+            return INVALID_VALUE;
+    }
+    if (!inside || offset || flags || size != pages->size || !pages->handles)
+        return INVALID_VALUE;
+    if (!area || mmap(start, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, pages->fd, 0) == MAP_FAILED)
+        return OUT_OF_MEMORY;
+    *area = (struct area){.start = start, .size = size, .device = current - 1, .fd = -1, .pages = pages};
+    pages->mappings++;
+    return OK;
+}
+
+/* The mappings that begin in a range, one after the other; NULL behind the last, the range must not cut one. */
+static struct area *next_mapping(char *start, char *end, int *which) {
+    for (; *which < MOST; ++*which) {
+        struct area *area = areas + *which;
+        if (area->start && area->pages && area->start >= start && area->start + area->size <= end) {
+            ++*which;
+            return area;
+        }
+    }
+    return NULL;
+}
+
+int cuMemSetAccess(pointer at, size_t size, const struct right *rights, size_t count) {
+    ENTER_CONTEXT("cuMemSetAccess");
+    char *start = (char *)(at & ~TAG);
+    size_t sum = 0;
+    int which = 0;
+    if (count != 1 || rights->place.type != 1 || rights->flags != 3)
+        return INVALID_VALUE;
+    if (rights->place.id != current - 1)
+        return INVALID_DEVICE;
+    for (struct area *area; (area = next_mapping(start, start + size, &which));)
+        sum += area->size;
+    if (sum != size)
+        return INVALID_VALUE;
+    which = 0;
+    for (struct area *area; (area = next_mapping(start, start + size, &which));)
+        area->access = 1;
+    return OK;
+}
+
+int cuMemUnmap(pointer at, size_t size) {
+    ENTER_CONTEXT("cuMemUnmap");
+    char *start = (char *)(at & ~TAG);
+    size_t sum = 0;
+    int which = 0;
+    for (struct area *area; (area = next_mapping(start, start + size, &which));)
+        sum += area->size;
+    if (sum != size)
+        return INVALID_VALUE;
+    which = 0;
+    for (struct area *area; (area = next_mapping(start, start + size, &which));) {
+        if (in_use(area))
+            abort();
+        mmap(area->start, area->size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+        area->pages->mappings--;
+        let_go(area->pages);
+        memset(area, 0, sizeof *area);
+    }
+    return OK;
+}
+
 int cuMemHostRegister_v2(void *start, size_t size, unsigned flags) {
     ENTER_CONTEXT("cuMemHostRegister_v2");
     struct area *found = NULL;
@@ -499,11 +706,18 @@ int cuMemHostRegister_v2(void *start, size_t size, unsigned flags) {
     return OK;
 }
 
-/* The bytes behind an address that one copy may touch, or NULL: within one allocation, or one page-locked range. */
+/* The bytes behind an address that one copy may touch, or NULL: within one allocation, or pages mapped one after the
+ * other, or one page-locked range. */
 static char *bytes_at(pointer at, size_t size) {
     if (at & TAG) {
-        struct area *area = area_of(at, size);
-        return area ? (char *)(at & ~TAG) : NULL;
+        char *start = (char *)(at & ~TAG), *end = start + size, *next = start;
+        while (next < end) {
+            struct area *area = area_of((pointer)next | TAG, 1);
+            if (!area || !area->access || (!area->pages && end > area->start + area->size))
+                return NULL;
+            next = area->start + area->size;
+        }
+        return start;
     }
     for (int i = 0; i < MOST; i++)
         if (pinned[i].start && (char *)at >= pinned[i].start && (char *)at + size <= pinned[i].start + pinned[i].size)

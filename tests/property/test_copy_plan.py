@@ -59,10 +59,10 @@ def moved(batch: Batch) -> dict[int, int]:
     return found
 
 
-@given(ranks(), st.integers(1, 64), st.randoms(use_true_random=False))
-@settings(max_examples=150, deadline=None)
+@given(ranks(), st.integers(1, 64), st.sampled_from([1, 8, 40]), st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
 def test_copies_move_the_bytes_that_the_runs_name_and_cross_no_border(
-    rank: tuple[list[Run], int, int], extent: int, chance: Callable[..., int]
+    rank: tuple[list[Run], int, int], extent: int, short: int, chance: Callable[..., int]
 ) -> None:
     runs, blocks, size = rank
     chosen = list(range(blocks))
@@ -70,8 +70,12 @@ def test_copies_move_the_bytes_that_the_runs_name_and_cross_no_border(
     chance.shuffle(chosen)  # type: ignore[attr-defined]
     chance.shuffle(slots)  # type: ignore[attr-defined]
     slots = slots[:blocks]
-    plan = CopyPlan(runs, [DEVICE], most_staged_bytes=0)
+    plan = CopyPlan(runs, [DEVICE], 0, short)
     assert not plan.staged
+    assert all(rows.pieces == 1 or rows.width <= min(rows.device_step, rows.host_step) for rows in plan.rows)
+    if plan.by_rows:
+        assert 2 * len(plan.rows) <= plan.pieces
+        assert plan.block_bytes >= short * len(plan.rows)
     hosts = np.array([HOST + slot * size for slot in slots], np.int64)
     batch = cut(plan.batch(np.array(chosen, np.int64), hosts), HOST, extent)
     assert moved(batch) == reference(runs, chosen, slots, size)
@@ -110,3 +114,49 @@ def test_a_staged_block_is_the_devices_bytes_in_one_buffer_and_finds_its_place(
         for at, host, length in zip(*(array.tolist() for array in batch), strict=True):
             back[at : at + length] = buffer[host : host + length]
         assert np.array_equal(back, device)
+
+
+KIB = 1 << 10
+
+
+def plan_of(layers: int, piece: int, steps: list[int]) -> CopyPlan:
+    """Layers of one piece each, so many bytes behind each other on the device, dense on the host."""
+    places = np.cumsum([0, *steps]).tolist()
+    runs = [Run(0, places[layer], piece, layer * piece, piece) for layer in range(layers)]
+    return CopyPlan(runs, [DEVICE], 1 << 24)
+
+
+def test_short_pieces_of_layers_at_equal_steps_are_one_strided_copy() -> None:
+    plan = plan_of(80, 8 * KIB, [1 << 26] * 79)
+    assert plan.by_rows
+    assert [(rows.width, rows.pieces, rows.device_step, rows.host_step) for rows in plan.rows] == [
+        (8 * KIB, 80, 1 << 26, 8 * KIB)
+    ]
+    assert plan.short_bytes == 0
+
+
+def test_layers_of_two_allocations_are_two_strided_copies() -> None:
+    plan = plan_of(80, 8 * KIB, [1 << 26] * 39 + [1 << 32] + [1 << 26] * 39)
+    assert [rows.pieces for rows in plan.rows] == [40, 40]
+
+
+def test_what_cannot_be_gathered_is_told() -> None:
+    scattered = plan_of(80, 8 * KIB, [(3 + layer % 5) << 24 for layer in range(79)])
+    assert not scattered.by_rows
+    assert scattered.short_bytes == 8 * KIB
+    # A strided copy has no steps of 2 GiB and more.
+    assert not plan_of(80, 8 * KIB, [1 << 31] * 79).by_rows
+    # A call that moves next to nothing is not worth more than a place in a batch.
+    assert not plan_of(3, 8 * KIB, [1 << 26] * 2).by_rows
+
+
+def test_long_pieces_stay_in_one_batch() -> None:
+    plan = plan_of(80, 32 * KIB, [1 << 26] * 79)
+    assert (plan.by_rows, plan.short_bytes, plan.pieces) == (False, 0, 80)
+
+
+def test_a_staged_block_whose_layers_are_short_is_gathered_by_both() -> None:
+    # A token's heads together under TP: the CPU orders tokens and heads, the device gathers layers.
+    runs = [Run(0, layer << 26, 8 * KIB, layer * 64 * KIB, 512, 16, 512, 4 * KIB) for layer in range(80)]
+    plan = CopyPlan(runs, [DEVICE], 1 << 24)
+    assert (plan.staged, plan.by_rows, len(plan.rows), plan.pieces) == (True, True, 1, 80)

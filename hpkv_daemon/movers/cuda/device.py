@@ -18,7 +18,7 @@ from hpkv_client.cuda_pages import MappedPieces
 from hpkv_client.errors import LayoutRefused, NoSuchDevice
 from hpkv_client.memory import map_shared
 from hpkv_client.types import MemoryHandle, Run
-from hpkv_daemon.movers.cuda.plan import CopyPlan
+from hpkv_daemon.movers.cuda.plan import SHORT_BYTES, CopyPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,14 @@ class Limits:
     nobody waits long for the piece that a copy needs."""
     staging_bytes: int = 16 << 20
     """Of each of the two buffers for one direction. They are taken when the first rank needs them."""
+    short_bytes: int = SHORT_BYTES
+    """Pieces of fewer bytes are gathered, where that is possible."""
     slice_bytes: int = 64 << 20
     """One slice is 1 to 3 ms, after which the next job has its turn."""
     slice_pieces: int = 1 << 16
     """Copies of one batch."""
     slice_calls: int = 1 << 10
-    """Calls for one slice on a driver without batches: they take some 2 ms of the process."""
+    """Calls for one slice of strided copies, or on a driver without batches: they take some 2 ms of the process."""
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -119,7 +121,7 @@ class AttachedRank:
         control: MemoryHandle | None,
         runs: Sequence[Run],
         blocks: int,
-        staging_bytes: int,
+        limits: Limits,
         paged: Callable[[MemoryHandle], MappedPieces],
     ) -> None:
         self._driver = driver
@@ -140,7 +142,7 @@ class AttachedRank:
             for run in runs:
                 if run.last_local_byte(blocks) > regions[run.region].size:
                     raise LayoutRefused("a run leaves its region")
-            self.plan = CopyPlan(runs, bases, staging_bytes)
+            self.plan = CopyPlan(runs, bases, limits.staging_bytes, limits.short_bytes)
         except BaseException:
             self.close()
             raise

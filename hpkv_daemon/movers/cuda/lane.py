@@ -194,7 +194,7 @@ class Lane:
     def _next(self, job: Job) -> tuple[Integers, Integers]:
         plan, limits = job.rank.plan, self._limits
         count = min(limits.slice_bytes // max(1, plan.block_bytes), limits.slice_pieces // max(1, plan.pieces))
-        if not self._batches:
+        if plan.by_rows or not self._batches:
             count = min(count, limits.slice_calls // max(1, len(plan.rows)))
         if plan.staged:
             count = min(count, limits.staging_bytes // plan.staged_bytes)
@@ -236,7 +236,7 @@ class Lane:
                     plan.gather(self._pool.bytes, offset, buffer)
         if not plan.pieces or not len(blocks):
             return
-        if self._batches:
+        if self._batches and not plan.by_rows:
             device, host, size = cut(plan.batch(blocks, hosts), memory.address, memory.extent_bytes)
             to, source = (host, device) if self.direction is Direction.STORE else (device, host)
             try:

@@ -14,7 +14,10 @@ from hpkv_client.types import Run
 Integers = npt.NDArray[np.int64]
 
 SHORT_BYTES = 32 << 10
-"""Copies of fewer bytes cost a GPU as much time as this many: they are worth an extra copy by the CPU."""
+"""Copies of fewer bytes cost a GPU as much time as this many: they are worth a detour."""
+
+_MOST_STEP = (1 << 31) - 1
+"""Of a strided copy (CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU)."""
 
 
 class Rows(NamedTuple):
@@ -42,10 +45,14 @@ class CopyPlan:
 
     A *staged* rank's blocks pass through a buffer in host memory, ``staged_bytes`` for each: there a block lies as on
     the device, in few long pieces, and the CPU brings it into its canonical order. Other blocks go straight to and from
-    their slot. ``short_bytes`` is the size of pieces that are short for the link and cannot be helped; 0 if none is.
+    their slot. Pieces that are shorter than ``short`` and lie at equal steps, layer by layer for instance, travel
+    ``by_rows``: the device gathers them, in one strided copy for each of ``rows``. ``short_bytes`` is the size of
+    pieces that are short for the link and cannot be helped; 0 if none is.
     """
 
-    def __init__(self, runs: Sequence[Run], bases: Sequence[int], most_staged_bytes: int) -> None:
+    def __init__(
+        self, runs: Sequence[Run], bases: Sequence[int], most_staged_bytes: int, short: int = SHORT_BYTES
+    ) -> None:
         self.block_bytes = sum(run.size for run in runs)
         straight = [
             Rows(
@@ -60,13 +67,18 @@ class CopyPlan:
             for run in runs
         ]
         spans = _spans(straight)
-        short = min((rows.width for rows in straight), default=SHORT_BYTES) < SHORT_BYTES
         worthwhile = 2 * len(spans) <= sum(rows.pieces for rows in straight)
-        self.staged = short and worthwhile and self.block_bytes <= most_staged_bytes
+        self.staged = _shortest(straight) < short and worthwhile and self.block_bytes <= most_staged_bytes
         self.rows = spans if self.staged else straight
         self.staged_bytes = self.block_bytes if self.staged else 0
-        shortest = min((rows.width for rows in self.rows), default=SHORT_BYTES)
-        self.short_bytes = shortest if shortest < SHORT_BYTES else 0
+        shortest = _shortest(self.rows)
+        stacks = _stacked(self.rows)
+        few = 2 * len(stacks) <= sum(rows.pieces for rows in self.rows)
+        # A call takes the mover some microseconds, in which the link moves about as much.
+        self.by_rows = shortest < short and few and self.block_bytes >= short * len(stacks)
+        if self.by_rows:
+            self.rows = stacks
+        self.short_bytes = shortest if shortest < short and not self.by_rows else 0
         self._order = [placed for rows in straight for placed in _placed(rows, spans)] if self.staged else []
         self.pieces = sum(rows.pieces for rows in self.rows)
         """Copies for each block."""
@@ -95,6 +107,30 @@ class CopyPlan:
         """Undo ``gather``."""
         for at, rows in self._order:
             _view(pool, offset + rows.host, rows.host_step, rows)[...] = _view(staging, at, rows.device_step, rows)
+
+
+def _shortest(rows: Sequence[Rows]) -> int:
+    return min((row.width for row in rows), default=SHORT_BYTES)
+
+
+def _stacked(rows: Sequence[Rows]) -> list[Rows]:
+    """The same pieces, neighbours that lie at equal steps on both sides as the rows of one copy."""
+    stacks: list[Rows] = []
+    for row in rows:
+        last = stacks[-1] if stacks else None
+        if row.pieces > 1 or last is None or (last.width, last.block_stride) != (row.width, row.block_stride):
+            stacks.append(row)
+            continue
+        device_step = (row.device - last.device) // last.pieces
+        host_step = (row.host - last.host) // last.pieces
+        grown = last._replace(pieces=last.pieces + 1, device_step=device_step, host_step=host_step)
+        steps = (last.device_step, last.host_step) if last.pieces > 1 else (device_step, host_step)
+        lies_there = (row.device - last.device, row.host - last.host) == tuple(last.pieces * step for step in steps)
+        if lies_there and all(row.width <= step <= _MOST_STEP for step in steps):
+            stacks[-1] = grown
+        else:
+            stacks.append(row)
+    return stacks
 
 
 def _each(rows: Sequence[Rows], value: Callable[[Rows, int], int]) -> Integers:

@@ -220,7 +220,7 @@ class MoverProcess:
                 request.control,
                 request.runs,
                 request.blocks,
-                self._limits.staging_bytes,
+                self._limits,
                 lambda handle: gpu.paged.memory(_name_of(handle)),
             )
         except Exception as problem:  # noqa: BLE001  (one rank's bad memory must not end the copies of others)

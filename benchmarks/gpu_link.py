@@ -5,12 +5,16 @@ Needs numpy and msgpack, as the mover does; whoever uses it brings device memory
 
 from __future__ import annotations
 
+import contextlib
 import select
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Self
 
 from hpkv_client.control import PAGE_BYTES
+from hpkv_client.errors import HpkvError
 from hpkv_client.memory import SharedMemory
 from hpkv_client.topology import canonical_layout, place
 from hpkv_client.types import MemoryHandle, RankShard
@@ -26,8 +30,14 @@ class GpuLink:
     def __init__(self, device: str, pool_bytes: int) -> None:
         self.pool = SharedMemory(pool_bytes)
         self._control = SharedMemory(PAGE_BYTES)
-        self._mover = CudaMover(device, self.pool.handle.fd, pool_bytes)
+        self._directory = tempfile.TemporaryDirectory(prefix="hpkv-gpu-")
+        # Stands for the daemon's socket, beside which the mover takes descriptors.
+        place = Path(self._directory.name) / "daemon"
+        place.touch(0o600)
+        self._mover = CudaMover(device, self.pool.handle.fd, pool_bytes, socket_path=place)
+        self._inlet = place.with_name(self._mover.descriptor_socket)
         self._locked = 0
+        self._answers = 0
         self._numbers = 0
         self._events: list[Event] = []
 
@@ -37,6 +47,7 @@ class GpuLink:
     def __exit__(self, *_: object) -> None:
         self._mover.close()
         self._mover.ended(WAIT_SECONDS)
+        self._directory.cleanup()
         self._control.close()
         self.pool.close()
 
@@ -53,11 +64,18 @@ class GpuLink:
                 raise RuntimeError(f"the mover ended: {event.reason}")
             if isinstance(event, Locked):
                 self._locked = event.bytes
-            elif not isinstance(event, Alive):
+            elif isinstance(event, Alive):
+                self._answers += 1
+            else:
                 self._events.append(event)
 
-    def attach(self, handle: MemoryHandle, shards: Sequence[RankShard]) -> int:
-        """Map the memory of the first of an engine's ranks; the number for ``submit``.
+    def attach(
+        self,
+        handle: MemoryHandle,
+        shards: Sequence[RankShard],
+        hand_over: Callable[[Path], None] | None = None,
+    ) -> int:
+        """Map the memory of the first of an engine's ranks; the number for ``submit``. ``hand_over`` sends descriptors.
 
         Raises ``RuntimeError`` with the mover's problem.
         """
@@ -71,11 +89,26 @@ class GpuLink:
                     if event.problem:
                         raise RuntimeError(event.problem)
                     return self._numbers
-            self._poll(1.0)
+            self._poll(0.01 if hand_over else 1.0)
+            if hand_over:
+                # Until the mover waits for them; what is wrong with them it says itself.
+                with contextlib.suppress(HpkvError):
+                    hand_over(self._inlet)
+                    hand_over = None
 
     def detach(self, attachment: int) -> None:
         """Let the memory go."""
         self._mover.detach(attachment)
+
+    def await_answer(self) -> None:
+        """Wait until the mover has said that it lives. Raises ``RuntimeError`` when it ended, or says nothing."""
+        self._answers = 0
+        self._mover.ping()
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not self._answers:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the mover said nothing for {WAIT_SECONDS} s")
+            self._poll(0.5)
 
     def lock_all(self) -> float:
         """Wait until the pool is page-locked; the seconds."""

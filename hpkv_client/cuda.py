@@ -43,6 +43,7 @@ _HINTS = {
     800: "run hpkvd as the engine's user or as root",
     801: "this GPU or driver cannot do that; the engine runs without HPKV",
     802: "wait until nvidia-fabricmanager is up",
+    804: "this GPU is too old for the driver's library; in a container use the host's libcuda",
     803: "the driver in the kernel and libcuda differ: restart the machine, or the container with its driver",
     999: "see dmesg for Xid errors; reset the GPU",
 }
@@ -193,6 +194,14 @@ class Driver:
         if result:
             raise self._error(name, result)
 
+    def give_back(self, name: str, *arguments: Any) -> None:
+        """Call what undoes something. If that fails only the end of the process undoes it: it counts as ``lost``."""
+        try:
+            self.call(name, *arguments)
+        except CudaError as problem:
+            problem.lost = True
+            raise
+
     def _error(self, name: str, result: int) -> CudaError:
         text = ctypes.c_char_p()
         if self._library.cuGetErrorName(c_int(result), byref(text)) or text.value is None:
@@ -308,7 +317,7 @@ class Driver:
 
     def close(self, pointer: int) -> None:
         """Undo one ``open``. No copy may touch the memory any more."""
-        self.call("cuIpcCloseMemHandle", pointer)
+        self.give_back("cuIpcCloseMemHandle", pointer)
 
     def read(self, pointer: int, size: int) -> bytes:
         """A copy of device memory. It waits for the device."""

@@ -123,7 +123,7 @@ class MappedPieces:
             self.filled += size
         finally:
             # The mapping holds the memory.
-            self._driver.call("cuMemRelease", handle.value)
+            self._driver.give_back("cuMemRelease", handle.value)
 
     def open(self) -> None:
         """Let the device read and write all of it."""
@@ -134,7 +134,7 @@ class MappedPieces:
         """Unmap it: no copy may touch it any more. The memory is free when its owner has let go of it, too."""
         while self._pieces:
             piece = self._pieces.pop()
-            self._driver.call("cuMemUnmap", piece.start, piece.size)
+            self._driver.give_back("cuMemUnmap", piece.start, piece.size)
         if self.address:
             address, self.address = self.address, 0
-            self._driver.call("cuMemAddressFree", address, self.size)
+            self._driver.give_back("cuMemAddressFree", address, self.size)

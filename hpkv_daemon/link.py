@@ -19,6 +19,8 @@ class Link:
         self._socket = end
         self._unpacker = msgpack.Unpacker(raw=False, max_buffer_size=1 << 28)
         self._backlog = bytearray()
+        self._unheard = False
+        """The other end takes nothing any more."""
         self.closed = False
 
     def fileno(self) -> int:
@@ -27,8 +29,9 @@ class Link:
 
     def send(self, message: list[Any]) -> None:
         """Queue one message and send what fits."""
-        self._backlog += msgpack.packb(message)
-        self.flush()
+        if not self._unheard:
+            self._backlog += msgpack.packb(message)
+            self.flush()
 
     def flush(self) -> bool:
         """Send more of the backlog; True when nothing is left."""
@@ -38,7 +41,9 @@ class Link:
             except BlockingIOError:
                 return False
             except (BrokenPipeError, ConnectionResetError):
-                self.closed = True
+                # It ended; what it said before may lie here unread, and why it ended is the last of that.
+                self._unheard = True
+                self._backlog.clear()
                 return True
             del self._backlog[:sent]
         return True

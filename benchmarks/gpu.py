@@ -4,159 +4,53 @@
 
 One script of at most eight minutes. It needs an NVIDIA GPU, its driver, torch with CUDA, numpy and msgpack, and this
 checkout; no daemon, no installation. The engine is this process, its memory torch's; the mover is the one that hpkvd
-starts. Speeds are ratios to one large copy between page-locked memory and the GPU, done right before and after.
+starts. First everything is checked, then measured. Speeds are ratios to one large copy between page-locked memory and
+the GPU, done right before and after.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from benchmarks.gpu_link import GpuLink
+from benchmarks.gpu_checks import check_bytes, check_order, check_peer
+from benchmarks.gpu_engine import LAYOUTS, Engine
+from benchmarks.gpu_link import GpuLink, find_checkout
 from hpkv_client.cuda import Driver
-from hpkv_client.topology import KvTensor, ModelShape, Parallel, shard_of
-from hpkv_client.types import RankShard
 from hpkv_daemon.movers.base import Direction
-
-POOL_BYTES = 8 << 30
-PLAIN_BYTES = 1 << 30
-SAMPLE_BYTES = 2 << 30
-ROUNDS = 7
-STEPS = 200
 
 
 @dataclass(frozen=True)
-class Layout:
-    """KV of a model in blocks of ``tokens``, split over ``tp`` ranks, the first of which is here; bfloat16."""
+class Sizes:
+    """How much is taken and done; bytes, unless the name says otherwise."""
 
-    name: str
-    layers: int
-    heads: int
-    tokens: int
-    width: int
-    tp: int = 1
-    token_major: bool = False
-    latent: bool = False
-
-    def shards(self, blocks: int) -> list[RankShard]:
-        """The ranks' shards, as the connector would derive them."""
-        heads = self.heads // self.tp
-        elements = heads * self.tokens * self.width
-        by_head, by_token = self.tokens * self.width, self.width
-        if self.token_major:
-            by_head, by_token = self.width, heads * self.width
-        tensors = []
-        for layer in range(self.layers):
-            shape: tuple[int, ...] = (blocks, heads, self.tokens, self.width)
-            stride: tuple[int, ...] = (elements, by_head, by_token, 1)
-            if self.latent:
-                shape, stride = (blocks, self.tokens, self.width), (elements, self.width, 1)
-            tensors.append(KvTensor(f"layers.{layer}", 0, shape, stride, 2, layer * blocks * elements * 2))
-        model = ModelShape(self.heads, self.latent)
-        return [shard_of(model, Parallel(self.tp, rank), tensors, blocks, self.tokens) for rank in range(self.tp)]
-
-    @property
-    def canonical_bytes(self) -> int:
-        """Of a block without parallelism."""
-        return self.layers * self.heads * self.tokens * self.width * 2
-
-    @property
-    def block_bytes(self) -> int:
-        """Of a block on one rank."""
-        return self.canonical_bytes // self.tp
+    pool: int = 8 << 30
+    sample: int = 2 << 30
+    plain: int = 1 << 30
+    peer: int = 8 << 30
+    width: int = 8192
+    """Of the square weights of a decode step, in elements."""
+    ordered_stores: int = 200
+    rounds: int = 7
+    steps: int = 200
 
 
-LAYOUTS = (
-    Layout("Llama-3-8B, blocks of 16", 32, 8, 16, 256),
-    Layout("Llama-3-8B, blocks of 32", 32, 8, 32, 256),
-    Layout("Llama-3-70B TP8, blocks of 16", 80, 8, 16, 256, tp=8),
-    Layout("Llama-3-70B TP8, blocks of 64", 80, 8, 64, 256, tp=8),
-    Layout("Llama-3-70B TP4 token-major, blocks of 64", 80, 8, 64, 256, tp=4, token_major=True),
-    Layout("DeepSeek MLA, blocks of 64", 61, 1, 64, 576, latent=True),
+SMALL = Sizes(
+    pool=64 << 20, sample=8 << 20, plain=8 << 20, peer=16 << 20, width=64, ordered_stores=5, rounds=2, steps=20
 )
 
 
-class Engine:
-    """This process' GPU memory under one layout, attached to the mover."""
-
-    def __init__(self, torch: Any, driver: Driver, link: GpuLink, layout: Layout) -> None:
-        # Imported late: it is the connector's, and needs nothing of vLLM.
-        from hpkv_vllm.cuda_export import export
-
-        self.layout = layout
-        self.blocks = max(8, SAMPLE_BYTES // layout.block_bytes)
-        shards = layout.shards(self.blocks)
-        self.run_bytes = min(run.fragment for run in shards[0].layers[0].runs)
-        self.memory = torch.zeros(self.blocks * layout.block_bytes, dtype=torch.uint8, device="cuda")
-        torch.cuda.synchronize()
-        self.device, handle, _ = export(driver, self.memory.untyped_storage().data_ptr(), self.memory.numel())
-        self._link = link
-        self.attachment = link.attach(handle, shards)
-        slots = POOL_BYTES // 2 // layout.canonical_bytes
-        order = random.Random(1)
-        self.order = order.sample(range(self.blocks), min(self.blocks, slots))
-        self.slots = [slot * layout.canonical_bytes for slot in order.sample(range(slots), len(self.order))]
-
-    @property
-    def bytes(self) -> int:
-        """Of one sample."""
-        return len(self.order) * self.layout.block_bytes
-
-    def go(self, direction: Direction, second_half: bool = False) -> int:
-        """Queue a copy of all blocks, to or from one half of the pool; its ticket."""
-        base = POOL_BYTES // 2 if second_half else 0
-        return self._link.submit(self.attachment, direction, [base + slot for slot in self.slots], self.order)
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self._link.detach(self.attachment)
-
-
-def check_bytes(torch: Any, link: GpuLink, engine: Engine) -> None:
-    """Random blocks, stored, wiped, loaded: equal to the byte; and in the pool in canonical order."""
-    generator = torch.Generator(device="cuda").manual_seed(7)
-    engine.memory.random_(0, 256, generator=generator)
-    before = engine.memory.clone()
-    torch.cuda.synchronize()
-    link.wait([engine.go(Direction.STORE)])
-    layout = engine.layout
-    piece = layout.block_bytes // layout.layers
-    planes = before.view(layout.layers, engine.blocks, piece)
-    if layout.tp == 1:
-        check_pool(link, engine, planes)
-    engine.memory.zero_()
-    torch.cuda.synchronize()
-    link.wait([engine.go(Direction.LOAD)])
-    after = engine.memory.view(layout.layers, engine.blocks, piece)
-    chosen = torch.tensor(engine.order, device="cuda")
-    if not torch.equal(after[:, chosen], planes[:, chosen]):
-        raise SystemExit(f"{layout.name}: what was loaded is not what was stored")
-
-
-def check_pool(link: GpuLink, engine: Engine, planes: Any) -> None:
-    """A few stored blocks lie in the pool layer after layer."""
-    pool = np.frombuffer(link.pool.mapping, np.uint8)
-    layout = engine.layout
-    for index in (0, len(engine.order) // 2, len(engine.order) - 1):
-        slot, block = engine.slots[index], engine.order[index]
-        stored = pool[slot : slot + layout.block_bytes].reshape(layout.layers, -1)
-        if not np.array_equal(stored, planes[:, block].cpu().numpy()):
-            raise SystemExit(f"{layout.name}: block {block} is wrong in the pool")
-
-
-def plain_speed(torch: Any, to_device: bool) -> float:
+def plain_speed(torch: Any, size: int, to_device: bool) -> float:
     """Bytes per second of one large asynchronous copy between page-locked memory and the GPU."""
-    host = torch.empty(PLAIN_BYTES, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(PLAIN_BYTES, dtype=torch.uint8, device="cuda")
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(size, dtype=torch.uint8, device="cuda")
     target, source = (device, host) if to_device else (host, device)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     target.copy_(source, non_blocking=True)
@@ -164,7 +58,7 @@ def plain_speed(torch: Any, to_device: bool) -> float:
     target.copy_(source, non_blocking=True)
     end.record()
     end.synchronize()
-    return PLAIN_BYTES / (begin.elapsed_time(end) / 1e3)
+    return size / (begin.elapsed_time(end) / 1e3)
 
 
 def copy_speed(link: GpuLink, go: Callable[[], list[int]], size: int) -> float:
@@ -174,14 +68,14 @@ def copy_speed(link: GpuLink, go: Callable[[], list[int]], size: int) -> float:
     return size / (time.perf_counter() - started)
 
 
-def measure(torch: Any, link: GpuLink, engine: Engine, deadline: float) -> dict[str, Any]:
+def measure(torch: Any, link: GpuLink, engine: Engine, sizes: Sizes, deadline: float) -> dict[str, Any]:
     """Ratios of store, load and both at once; medians of rounds that are each framed by plain copies."""
     ways: dict[str, tuple[Callable[[], list[int]], Callable[[], float], int]] = {
-        "store": (lambda: [engine.go(Direction.STORE)], lambda: plain_speed(torch, False), 1),
-        "load": (lambda: [engine.go(Direction.LOAD)], lambda: plain_speed(torch, True), 1),
+        "store": (lambda: [engine.go(Direction.STORE)], lambda: plain_speed(torch, sizes.plain, False), 1),
+        "load": (lambda: [engine.go(Direction.LOAD)], lambda: plain_speed(torch, sizes.plain, True), 1),
         "both": (
             lambda: [engine.go(Direction.STORE, second_half=True), engine.go(Direction.LOAD)],
-            lambda: plain_speed(torch, True) + plain_speed(torch, False),
+            lambda: plain_speed(torch, sizes.plain, True) + plain_speed(torch, sizes.plain, False),
             2,
         ),
     }
@@ -192,7 +86,7 @@ def measure(torch: Any, link: GpuLink, engine: Engine, deadline: float) -> dict[
     for name, (go, plain, times) in ways.items():
         link.wait(go())
         speeds, ratios = [], []
-        for _ in range(ROUNDS):
+        for _ in range(sizes.rounds):
             if time.monotonic() > deadline:
                 break
             before = plain()
@@ -221,16 +115,16 @@ def decode_steps(torch: Any, weights: Any, activations: Any) -> Iterator[float]:
         yield begin.elapsed_time(end) / 1e3
 
 
-def decode_slowdown(torch: Any, link: GpuLink, engine: Engine) -> dict[str, float]:
+def decode_slowdown(torch: Any, link: GpuLink, engine: Engine, sizes: Sizes) -> dict[str, float]:
     """A decode step alone, and while blocks are stored all the time."""
-    weights = [torch.zeros((8192, 8192), dtype=torch.bfloat16, device="cuda") for _ in range(32)]
-    steps = decode_steps(torch, weights, torch.zeros((16, 8192), dtype=torch.bfloat16, device="cuda"))
+    weights = [torch.zeros((sizes.width, sizes.width), dtype=torch.bfloat16, device="cuda") for _ in range(32)]
+    steps = decode_steps(torch, weights, torch.zeros((16, sizes.width), dtype=torch.bfloat16, device="cuda"))
     for _ in range(20):
         next(steps)
-    alone = [next(steps) for _ in range(STEPS)]
+    alone = [next(steps) for _ in range(sizes.steps)]
     beside = []
     tickets = [engine.go(Direction.STORE), engine.go(Direction.STORE)]
-    while len(beside) < STEPS:
+    while len(beside) < sizes.steps:
         beside.append(next(steps))
         done = link.done()
         if done is not None:
@@ -244,40 +138,67 @@ def decode_slowdown(torch: Any, link: GpuLink, engine: Engine) -> dict[str, floa
     }
 
 
+def check(torch: Any, driver: Driver, link: GpuLink, sizes: Sizes) -> dict[str, str]:
+    """Everything that must be right; each check ends the script with words if it is not."""
+    found = {}
+    for layout in LAYOUTS:
+        engine = Engine(torch, driver, link, layout, sizes.sample)
+        check_bytes(torch, link, engine)
+        engine.close()
+    found["bytes"] = f"right in {len(LAYOUTS)} layouts"
+    check_order(torch, driver, link, sizes.sample, sizes.ordered_stores)
+    found["order"] = f"right in {sizes.ordered_stores} stores"
+    # The others need room.
+    torch.cuda.empty_cache()
+    found["another process"] = check_peer(torch, link, sizes.peer, paged=False)
+    found["expandable segments"] = check_peer(torch, link, sizes.peer, paged=True)
+    return found
+
+
 def main() -> None:
     """Entry of the script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=480.0, help="take at most about so long")
-    parser.add_argument("--json", help="write what was found to this file, too")
+    parser.add_argument("--json", type=Path, help="write what was found to this file, too")
+    parser.add_argument("--small", action="store_true", help="try the script out; its figures mean nothing")
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds * 0.9
+    sizes = SMALL if options.small else Sizes()
     import torch
 
     if not torch.cuda.is_available():
-        sys.exit("no GPU here")
-    torch.cuda.init()
+        sys.exit("no GPU here that torch can use")
     torch.zeros(1, device="cuda")
     driver = Driver()
     device = f"cuda:{driver.uuid_of(driver.devices()[torch.cuda.current_device()])}"
-    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "layouts": []}
-    with GpuLink(device, POOL_BYTES) as link:
+    found: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "layouts": [],
+    }
+
+    def tell(name: str, value: Any) -> None:
+        print(json.dumps({name: value}), flush=True)
+
+    with GpuLink(device, sizes.pool) as link:
+        found["checks"] = check(torch, driver, link, sizes)
+        tell("checks", found["checks"])
+        found["page_lock_seconds"] = round(link.lock_all(), 3)
         for layout in LAYOUTS:
-            engine = Engine(torch, driver, link, layout)
-            if not found["layouts"]:
-                found["page_lock_seconds_per_gib"] = round(link.lock_all() / (POOL_BYTES >> 30), 3)
-            check_bytes(torch, link, engine)
-            found["layouts"].append(measure(torch, link, engine, deadline))
-            print(json.dumps(found["layouts"][-1]), flush=True)
-            if layout is LAYOUTS[0] and time.monotonic() < deadline:
-                found["decode"] = decode_slowdown(torch, link, engine)
-                print(json.dumps(found["decode"]), flush=True)
+            engine = Engine(torch, driver, link, layout, sizes.sample)
+            found["layouts"].append(measure(torch, link, engine, sizes, deadline))
+            tell("layout", found["layouts"][-1])
+            if layout is LAYOUTS[0]:
+                found["decode"] = decode_slowdown(torch, link, engine, sizes)
+                tell("decode", found["decode"])
             engine.close()
-    print(json.dumps(found, indent=2))
+    text = json.dumps(found, indent=2)
+    print(text)
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump(found, file, indent=2)
+        options.json.write_text(text + "\n")
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, "connectors")
+    find_checkout()
     main()

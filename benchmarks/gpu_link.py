@@ -6,7 +6,9 @@ Needs numpy and msgpack, as the mover does; whoever uses it brings device memory
 from __future__ import annotations
 
 import contextlib
+import os
 import select
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +24,13 @@ from hpkv_daemon.movers.base import Alive, Attached, Attachment, CopyJob, Died, 
 from hpkv_daemon.movers.cuda.mover import CudaMover
 
 WAIT_SECONDS = 120.0
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def find_checkout() -> None:
+    """Make this checkout's packages importable, here and in processes that are started, also if none is installed."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "connectors")]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class GpuLink:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hpkv_vllm.cuda_export import export
 
-from benchmarks.gpu import LAYOUTS, Layout
+from benchmarks.gpu_engine import LAYOUTS, Layout
 from benchmarks.gpu_link import GpuLink
 from hpkv_client.topology import canonical_layout, place
 from hpkv_daemon.movers.base import Direction

@@ -110,7 +110,7 @@ class DaemonHandle:
         self._channels.append(Channel(self.socket))
         return self._channels[-1]
 
-    def stop(self, timeout: float = 15.0) -> int:
+    def stop(self, timeout: float = 30.0) -> int:
         """SIGTERM, wait; its exit status (of an earlier end, if it has ended already)."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)

@@ -33,14 +33,14 @@ from tests.nursery import NURSERY
 
 ROOT = Path(__file__).resolve().parent.parent
 NOBODY = 65534
-ANSWER_SECONDS = 10.0
+ANSWER_SECONDS = 30.0
 
 Bytes = npt.NDArray[np.uint8]
 
 GAUGES = ("sessions", "engines", "leases", "pool_reserved_blocks", "pool_pinned_blocks")
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 5.0, what: str = "") -> Any:
+def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "") -> Any:
     """The first true answer of ``condition``; fails after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not (answer := condition()):
@@ -132,7 +132,7 @@ class Observed:
         os.utime(fresh, ns=(self._stamp, self._stamp))
         fresh.rename(self._faults)
 
-    def settle(self, seconds: float = 5.0, **expected: int) -> None:
+    def settle(self, seconds: float = 30.0, **expected: int) -> None:
         """Wait until all gauges are zero, or as ``expected``, and every invariant holds."""
         wanted = dict.fromkeys(GAUGES, 0) | expected
         deadline = time.monotonic() + seconds
@@ -230,7 +230,7 @@ class Child:
         os.close(stdin)
         os.close(stdout)
 
-    def heard(self, seconds: float = 20.0) -> str:
+    def heard(self, seconds: float = 30.0) -> str:
         """Its next line."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._said:
@@ -251,7 +251,7 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
-    def ended(self, seconds: float = 10.0) -> None:
+    def ended(self, seconds: float = 30.0) -> None:
         """Wait until it is gone."""
         wait_until(lambda: is_gone(self.pid), seconds)
 
@@ -360,12 +360,12 @@ class Rank:
         self.call("register", **self.registration(**more))
         return self
 
-    def ready(self, seconds: float = 10.0) -> Self:
+    def ready(self, seconds: float = 30.0) -> Self:
         """Wait until its engine is usable."""
         wait_until(lambda: self.call("heartbeat")["ready"], seconds, "the engine did not become ready")
         return self
 
-    def problem(self, seconds: float = 10.0) -> str:
+    def problem(self, seconds: float = 30.0) -> str:
         """Wait until its engine is refused; why."""
         problem = wait_until(lambda: self.call("heartbeat")["problem"], seconds, "nobody refused the engine")
         assert isinstance(problem, str)

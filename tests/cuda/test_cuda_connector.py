@@ -163,7 +163,7 @@ def test_a_block_is_stored_as_the_step_leaves_it_and_loaded_whole(
     session = reader.worker._keepers["part"].link.session
     channel = node.observed.handle.client()
     channel.session = session
-    found = channel.call("match", {"keys": KEYS[: 4 * KEY_BYTES]}, 5.0)
+    found = channel.call("match", {"keys": KEYS[: 4 * KEY_BYTES]}, 30.0)
     assert found["hit"] == 4
     reader.step(loads=[Load("request", [Piece("part", 7, found["lease"], 0, [5, 4, 3, 2])])])
     loaded, failed = wait_until(lambda: next((ended for ended in [reader.loaded()] if ended[0]), None))

@@ -93,7 +93,7 @@ def test_a_second_daemon_names_the_first_and_leaves_it_alone(running: DaemonHand
     for _ in range(2):
         complaint = refusal("serve", "--pool-size", "512t", env=running.env, exit_code=75)
         assert f"pid {running.pid}" in complaint
-        assert client.call("ping", {}, 5)["pid"] == running.pid
+        assert client.call("ping", {}, 30.0)["pid"] == running.pid
     assert running.socket.stat().st_ino == before
 
 
@@ -101,7 +101,7 @@ def test_one_pool_serves_one_daemon(running: DaemonHandle, daemon: DaemonFactory
     env = daemon.environment(HPKV_SHARE_MEM_FILE_PATH=running.pool_directory)
     assert f"pid {running.pid}" in refusal("serve", env=env, exit_code=75)
     assert f"pid {running.pid}" in refusal("start", env=env, exit_code=75)
-    assert running.client().call("check", {}, 5)["ok"] is True
+    assert running.client().call("check", {}, 30.0)["ok"] is True
 
 
 def test_a_killed_daemon_leaves_nothing_that_stops_the_next(running: DaemonHandle) -> None:

@@ -88,11 +88,11 @@ def test_another_daemon_has_it_before_its_engine_comes(live: Observed, daemon: D
     exported(live, path)
     other = daemon(HPKV_KV_MEM_POOL_SIZE="8m")
     assert hpkvd("restore", str(path), env=other.env).returncode == 0
-    (row,) = other.client().call("info", {}, 10)["namespaces"]
+    (row,) = other.client().call("info", {}, 30.0)["namespaces"]
     assert (row["model"], row["blocks"]) == ("m", 6)
     with Rank(other.socket, plain_shard(SIZE, 8), engine="x").hello().register(model="m").ready() as engine:
         assert_whole(engine)
-    assert other.client().call("check", {}, 10)["ok"]
+    assert other.client().call("check", {}, 30.0)["ok"]
 
 
 def test_blocks_without_parents_of_a_plain_program(live: Observed, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_another_user_copies_nothing(live: Observed) -> None:
         "from hpkv_client.namespace import NamespaceCache, NamespaceId\n"
         "channel = Channel(socket)\n"
         f"name = bytes.fromhex('{namespace}')\n"
-        "try: channel.call('blocks', {'namespace': name}, 10)\n"
+        "try: channel.call('blocks', {'namespace': name}, 30.0)\n"
         "except NotPermitted as problem: say(problem.message)\n"
         f"try: NamespaceCache(NamespaceId(name, {SIZE}), arena_blocks=1, socket=socket, timeout=10)\n"
         "except NotPermitted as problem: say(problem.message)\n"

@@ -311,11 +311,11 @@ def test_a_call_that_a_dying_daemon_swallowed_is_asked_again(mortal: Observed) -
         assert time.monotonic() - started < 15.0
         # A load may fail once, as misses may, while client and daemon find to each other; a kept block stays.
         right = [*before.values(), content(hashes("during")[0], SIZE)]
-        wait_until(lambda: cache.get(hashes("before", "during")) == right, 5.0, mortal.handle.text()[-3000:])
+        wait_until(lambda: cache.get(hashes("before", "during")) == right, 30, mortal.handle.text()[-3000:])
 
 
 def test_while_the_daemon_is_down_calls_end_in_time_and_later_ones_work(mortal: Observed) -> None:
-    with BlockCache("down", SIZE, socket=mortal.socket, timeout=0.5) as cache:
+    with BlockCache("down", SIZE, socket=mortal.socket, timeout=2.0) as cache:
         assert cache.put(blocks("a")) == 1
         assert mortal.handle.stop() == 0
         for _ in range(2):
@@ -331,12 +331,12 @@ def test_while_the_daemon_is_down_calls_end_in_time_and_later_ones_work(mortal: 
             except Unreachable:
                 return 0
 
-        assert wait_until(put, 6.0) == 1
+        assert wait_until(put) == 1
         assert cache.get(hashes("a")) == list(blocks("a").values())
 
 
 def test_a_frozen_daemon_costs_one_time_out_and_its_late_answers_are_dropped(mortal: Observed) -> None:
-    with BlockCache("frozen", SIZE, socket=mortal.socket, timeout=0.5) as cache:
+    with BlockCache("frozen", SIZE, socket=mortal.socket, timeout=2.0) as cache:
         assert cache.put(blocks("a", "b")) == 2
         mortal.handle.process.send_signal(signal.SIGSTOP)
         try:
@@ -346,7 +346,7 @@ def test_a_frozen_daemon_costs_one_time_out_and_its_late_answers_are_dropped(mor
             assert time.monotonic() - started < 10.0
         finally:
             mortal.handle.process.send_signal(signal.SIGCONT)
-        found = wait_until(lambda: get_or_none(cache, hashes("b")), 6.0)
+        found = wait_until(lambda: get_or_none(cache, hashes("b")))
         assert found == list(blocks("b").values())
         assert cache.get(hashes("none", "a")) == [None, *blocks("a").values()]
 
@@ -362,16 +362,16 @@ def get_or_none(cache: BlockCache, keys: list[bytes]) -> list[bytes | None] | No
 def test_a_load_that_comes_too_late_spoils_nothing(live: Observed) -> None:
     size = 1 << 20
     with (
-        BlockCache("late", size, arena_blocks=16, socket=live.socket, timeout=1.0) as cache,
+        BlockCache("late", size, arena_blocks=16, socket=live.socket, timeout=2.0) as cache,
         BlockCache("late", size, arena_blocks=16, socket=live.socket) as reader,
     ):
         old, new = blocks(*range(16), size=size), blocks(*range(100, 116), size=size)
         assert reader.put(old) == 16
-        live.faults("load=delay:0.15")
+        live.faults("load=delay:0.3")
         with pytest.raises(Unreachable):
             cache.get(list(old))
         # The mover still has a slice of that load in hand, for the same arena.
-        wait_until(lambda: put_or_none(cache, new), 6.0)
+        wait_until(lambda: put_or_none(cache, new))
         live.faults("")
         assert reader.get(list(new)) == list(new.values())
 
@@ -386,17 +386,17 @@ def put_or_none(cache: BlockCache, some: dict[bytes, bytes]) -> int | None:
 
 def test_a_store_that_was_given_up_by_its_client_does_not_appear_later(live: Observed) -> None:
     size = 1 << 22
-    with BlockCache("given-up", size, arena_blocks=8, socket=live.socket, timeout=0.3) as cache:
-        live.faults("store=delay:0.1")
+    with BlockCache("given-up", size, arena_blocks=8, socket=live.socket, timeout=2.0) as cache:
+        live.faults("store=delay:0.3")
         with pytest.raises(Unreachable):
             cache.put(blocks(*range(8), size=size))
         live.faults("")
         wait_until(lambda: live.stats()["pool_reserved_blocks"] == 0)
-        assert wait_until(lambda: get_or_none(cache, hashes(*range(8))), 6.0) == [None] * 8
+        assert wait_until(lambda: get_or_none(cache, hashes(*range(8)))) == [None] * 8
 
 
 def test_a_reply_that_gets_lost_costs_one_time_out(live: Observed) -> None:
-    with BlockCache("lost", SIZE, socket=live.socket, timeout=0.5) as cache:
+    with BlockCache("lost", SIZE, socket=live.socket, timeout=2.0) as cache:
         assert cache.put(blocks("a")) == 1
         live.faults("reply@1=fail")
         with pytest.raises(Unreachable, match="did not answer"):
@@ -422,7 +422,7 @@ def test_a_dead_mover_costs_a_moment_and_no_error(mortal: Observed) -> None:
         assert cache.put(some) == 2
         os.kill(mortal.mover(), signal.SIGKILL)
         started = time.monotonic()
-        wait_until(lambda: cache.get(list(some)) == list(some.values()), 15.0)
+        wait_until(lambda: cache.get(list(some)) == list(some.values()))
         assert time.monotonic() - started < 15.0
         assert cache.put(blocks("c")) == 1
 
@@ -458,7 +458,7 @@ def test_replies_never_meet_other_requests_across_a_restart(mortal: Observed, po
                         served.add(number)
             return len(served) == len(channels)
 
-        wait_until(everyone_is_served, 10.0)
+        wait_until(everyone_is_served)
 
 
 def test_a_stop_with_stores_under_way_ends_in_time(mortal: Observed) -> None:

@@ -149,8 +149,8 @@ def test_two_instances_with_default_paths_do_not_meet(tmp_path: Path) -> None:
         hello = {"major": PROTOCOL[0], "minor": PROTOCOL[1], "name": "test"}
         try:
             with pytest.raises(HpkvError, match=f"is instance '{names[0]}', not '{names[1]}'"):
-                crossed.call("hello", hello | {"instance": names[1]}, 5)
-            assert crossed.call("hello", hello | {"instance": names[0]}, 5)["session"] > 0
+                crossed.call("hello", hello | {"instance": names[1]}, 30.0)
+            assert crossed.call("hello", hello | {"instance": names[0]}, 30.0)["session"] > 0
         finally:
             crossed.close()
     finally:

@@ -28,7 +28,7 @@ def test_a_block_goes_to_a_daemon_that_serves_and_comes_back(running: DaemonHand
     assert found["round trip"]["seen"] == "a block was stored and came back"
     assert found["socket"]["seen"].endswith(f"serving, pid {running.pid}")
     assert {found[check]["level"] for check in ("settings", "socket access", "namespaces", "kernel")} == {"ok"}
-    info = running.client().call("info", {}, 10)
+    info = running.client().call("info", {}, 30.0)
     assert sum(namespace["blocks"] for namespace in info["namespaces"]) == 0
 
 

@@ -50,7 +50,7 @@ def router(live: Observed, rank: Rank) -> Iterator[Subscriber]:
             live.ask("clear")
             return router.follow(0.1) is not None and router.last > 0
 
-        wait_until(heard, 10, "no event came through")
+        wait_until(heard, 30, "no event came through")
         router.join()
         router.until(set())
         router.seen.clear()

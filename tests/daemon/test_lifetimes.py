@@ -130,7 +130,7 @@ def test_a_thousand_clients_that_come_and_go_leave_nothing(live: Observed) -> No
     memory = resident_memory(live.handle.pid), resident_memory(live.mover())
     for number in range(BATCHES):
         batch(number * POLITE)
-    wait_until(lambda: traces(live) == before, 5.0, f"{traces(live)} is left, not {before}")
+    wait_until(lambda: traces(live) == before, 30, f"{traces(live)} is left, not {before}")
     assert resident_memory(live.handle.pid) - memory[0] < LITTLE
     assert resident_memory(live.mover()) - memory[1] < LITTLE
 
@@ -304,7 +304,7 @@ def test_nothing_ends_or_stands_still_because_the_wall_clock_jumps(tmp_path: Pat
             assert live.stats()["mover_restarts"] == 0
             assert live.mover() == pid
             # And time goes on: what nobody uses ends when it should.
-            wait_until(lambda: live.stats()["expired_leases"] == 1, 10.0)
+            wait_until(lambda: live.stats()["expired_leases"] == 1)
             assert rank.call("release", lease=forgotten)["released"] is False
             assert rank.call("release", lease=lease)["released"] is True
             # Each of these lines looks at the clock, too.

@@ -17,7 +17,7 @@ SIZE, POOL = 64 << 10, 4 << 20
 
 
 def used(handle: DaemonHandle, name: str) -> object:
-    return handle.client().call("config", {}, 10)["settings"][name]
+    return handle.client().call("config", {}, 30.0)["settings"][name]
 
 
 def test_a_setting_is_found_by_each_of_its_names_and_by_a_pattern(running: DaemonHandle) -> None:
@@ -32,7 +32,7 @@ def test_set_changes_a_setting_until_it_is_read_anew(daemon: DaemonFactory) -> N
     handle = daemon()
     done = hpkvd("config", "set", "lease_seconds", "7", env=handle.env)
     assert (done.returncode, done.stdout) == (0, "lease_seconds: 7.0 (was 30.0)\n")
-    answer = handle.client().call("hello", {"major": 1, "minor": 0, "name": "n"}, 5)
+    answer = handle.client().call("hello", {"major": 1, "minor": 0, "name": "n"}, 30.0)
     assert answer["lease_seconds"] == 7
     shown = json.loads(hpkvd("config", "running", "--json", env=handle.env).stdout)
     assert shown["origins"]["lease_seconds"] == "set while it runs"
@@ -72,7 +72,7 @@ def test_quotas_change_at_once_and_what_is_too_much_leaves(daemon: DaemonFactory
         assert hpkvd("config", "set", "quotas", "greedy=:25%", env=handle.env).returncode == 0
         assert cache.contains(names) == [False] * 24 + [True] * 16
         assert cache.get(names[-1:]) == [names[-1].ljust(SIZE, b".")]
-        quotas = {quota["model"]: quota for quota in handle.client().call("info", {}, 5)["quotas"]}
+        quotas = {quota["model"]: quota for quota in handle.client().call("info", {}, 30.0)["quotas"]}
         assert quotas["greedy"]["held_bytes"] == quotas["greedy"]["maximum_bytes"] == POOL // 4
         assert hpkvd("config", "set", "quotas", "", env=handle.env).returncode == 0
         for name in names:
@@ -147,7 +147,7 @@ def test_another_user_changes_nothing(daemon: DaemonFactory) -> None:
         f"os.setuid({NOBODY})\n"
         "channel = Channel(socket)\n"
         "for verb, body in (('set', {'name': 'lease_seconds', 'value': '9'}), ('reload', {})):\n"
-        "    try: channel.call(verb, body, 10)\n"
+        "    try: channel.call(verb, body, 30.0)\n"
         "    except NotPermitted as problem: say(problem.message)\n"
     )
     with Child(handle, code) as child:

@@ -97,11 +97,11 @@ def test_what_is_counted_adds_up_after_mixed_traffic_and_in_the_next_life(live: 
         one.ready()
         two.ready()
         mixed_traffic(live, one, two)
-        wait_until(lambda: live.ask("info")["storage"]["queued_blocks"] == 0, 15, "storage is not through")
+        wait_until(lambda: live.ask("info")["storage"]["queued_blocks"] == 0, 30, "storage is not through")
         # New prefixes push the old ones out, and those are brought back from disk.
         for i in range(3):
             assert one.store(hashes(*(f"{i} {j}" for j in range(8))), range(8)) == 8
-            wait_until(lambda: scraper.metrics().sum("hpkv_storage_queued_blocks") == 0, 15, "storage is not through")
+            wait_until(lambda: scraper.metrics().sum("hpkv_storage_queued_blocks") == 0, 30, "storage is not through")
         wait_until(lambda: one.match(hashes(*range(5)))[0] == 5, 15, "storage gives nothing back")
         metrics = scraper.metrics()
         assert not broken(metrics, settled=False)
@@ -245,7 +245,7 @@ def test_slow_and_silent_scrapers_keep_nobody_waiting(scraper: Scraper, live: Ob
     finally:
         for one in silent:
             one.close()
-    wait_until(lambda: _healthy(scraper), 15, "the server did not recover")
+    wait_until(lambda: _healthy(scraper), 30, "the server did not recover")
 
 
 def _healthy(scraper: Scraper) -> bool:
@@ -268,15 +268,15 @@ def test_a_port_that_was_chosen_must_be_free_and_the_default_need_not_be() -> No
         # The default: whether or not somebody has it, the daemon serves.
         daemon = factory(HPKV_METRICS="")
         channel = daemon.client()
-        assert channel.call("ping", {}, 10.0)["pid"] == daemon.pid
-        shown = channel.call("info", {}, 10.0)["metrics"]
+        assert channel.call("ping", {}, 30.0)["pid"] == daemon.pid
+        shown = channel.call("info", {}, 30.0)["metrics"]
         second = factory(HPKV_METRICS="")
-        assert second.client().call("info", {}, 10.0)["metrics"] == ""
+        assert second.client().call("info", {}, 30.0)["metrics"] == ""
         assert "metrics are off: cannot serve metrics on 127.0.0.1:7631" in second.text()
         if shown:
             assert fetch(f"http://{shown}/healthz")[0] == 200
         named = factory(HPKV_METRICS="", HPKV_INSTANCE="blue")
-        assert named.client().call("info", {}, 10.0)["metrics"] == ""
+        assert named.client().call("info", {}, 30.0)["metrics"] == ""
         assert "metrics" not in named.text()
     finally:
         factory.close()

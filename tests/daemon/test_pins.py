@@ -112,7 +112,7 @@ def test_another_user_pins_nothing(live: Observed) -> None:
         f"os.setuid({NOBODY})\n"
         "channel = Channel(socket)\n"
         "for verb in ('pin', 'unpin'):\n"
-        "    try: channel.call(verb, {'prefix': 'x'}, 10)\n"
+        "    try: channel.call(verb, {'prefix': 'x'}, 30.0)\n"
         "    except NotPermitted as problem: say(problem.message)\n"
     )
     with Child(live.handle, code) as child:

@@ -152,7 +152,7 @@ def test_a_prefix_that_nobody_has_is_waited_for_once(folder: Folder) -> None:
     chain = hashes(*(f"block {i}" for i in range(40)))
     with node(folder) as live, Rank(live.socket, plain_shard(SIZE, 4)) as rank:
         rank.hello().register().ready()
-        wait_until(lambda: settled_hit(rank, chain) == 0, 10)
+        wait_until(lambda: settled_hit(rank, chain) == 0)
         lookups = live.stats()["remote_lookups"]
         assert settled_hit(rank, chain) == 0
         assert live.stats()["remote_lookups"] == lookups == 1
@@ -197,7 +197,7 @@ def test_a_reset_forgets_for_all_nodes_and_a_clear_for_one(folder: Folder) -> No
             assert len(names_in(folder.objects)) == 14
             rank.call("reset")
             wait_until(lambda: len(names_in(folder.objects)) == 10, 20)
-            wait_until(lambda: settled_hit(rank, chain) == 0, 10)
+            wait_until(lambda: settled_hit(rank, chain) == 0)
 
 
 def test_a_damaged_object_is_a_miss_and_is_stored_anew(folder: Folder) -> None:

@@ -96,10 +96,10 @@ def all_replies(live: Observed, rank: Rank, verb: str, body: Body) -> list[Reply
         return any(reply.id == wanted for reply in replies)
 
     request = rank.ask(verb, **body)
-    wait_until(lambda: heard(request), 10.0, "no reply")
+    wait_until(lambda: heard(request), 30, "no reply")
     stumble(live, "")
     last = rank.ask("put", job=2000, keys=rank.keys(hashes("z")), blocks=pack_blocks([0]))
-    wait_until(lambda: heard(last), 10.0, "no reply")
+    wait_until(lambda: heard(last), 30, "no reply")
     return [reply for reply in replies if reply.id == request]
 
 

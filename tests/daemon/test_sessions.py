@@ -254,7 +254,7 @@ def test_of_clients_in_another_pid_namespace_only_heartbeats_tell() -> None:
         assert {session["pid"] for session in blind.ask("info")["sessions"]} == {0}
         with pytest.raises(NotPermitted, match="PID namespace"):
             speaking.register()
-        wait_until(lambda: speaking.call("heartbeat") and blind.gauges()["sessions"] == 1, 10.0)
+        wait_until(lambda: speaking.call("heartbeat") and blind.gauges()["sessions"] == 1)
         with pytest.raises(UnknownSession):
             silent.call("heartbeat")
         silent.drop()

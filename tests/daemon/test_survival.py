@@ -47,7 +47,7 @@ def asked(handle: DaemonHandle, verb: str) -> dict[str, Any]:
     """What the daemon that runs now answers."""
     channel = Channel(handle.socket)
     try:
-        return channel.call(verb, {}, 10.0)
+        return channel.call(verb, {}, 30.0)
     finally:
         channel.close()
 

@@ -40,11 +40,11 @@ class Node:
 
     def stats(self) -> dict[str, int]:
         """The daemon's counters and gauges."""
-        return self._channel.call("stats", {}, 5)
+        return self._channel.call("stats", {}, 30.0)
 
     def info(self) -> Body:
         """What the daemon tells about its engines, movers and sessions."""
-        return self._channel.call("info", {}, 5)
+        return self._channel.call("info", {}, 30.0)
 
     def fresh(self, length: int) -> list[int]:
         """A prompt that nobody has used."""
@@ -87,7 +87,7 @@ class Node:
     def check(self) -> None:
         """Every invariant of the daemon holds. Raises what it says."""
         try:
-            assert self._channel.call("check", {}, 10)["ok"]
+            assert self._channel.call("check", {}, 30.0)["ok"]
         except HpkvError as problem:
             raise AssertionError(str(problem)) from None
 

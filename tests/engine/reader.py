@@ -66,7 +66,7 @@ class Reader:
         self._memory = SharedMemory(self._block_bytes * blocks)
         self._channel = Channel(socket)
         hello = {"major": PROTOCOL[0], "minor": PROTOCOL[1], "name": "reader", "engine": f"reader-{id(self)}"}
-        self._channel.session = self._channel.call("hello", hello, 5)["session"]
+        self._channel.session = self._channel.call("hello", hello, 30.0)["session"]
         shard = RankShard(
             tuple(
                 Layer(name, layer_bytes, (Run(0, i * layer_bytes, self._block_bytes, 0, layer_bytes),))
@@ -83,9 +83,9 @@ class Reader:
             "regions": [handle_to_wire(self._memory.handle)],
             **shard_to_wire(shard),
         }
-        self._channel.call("register", registration, 5)
+        self._channel.call("register", registration, 30.0)
         deadline = time.monotonic() + 10
-        while not self._channel.call("heartbeat", {}, 5)["ready"]:
+        while not self._channel.call("heartbeat", {}, 30.0)["ready"]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         self._job = 0
@@ -94,19 +94,19 @@ class Reader:
         """The resident leading blocks of a prompt, as float32."""
         make = KeyMaker(self._namespace, 0)
         keys = b"".join(make(prefix) for prefix in prefix_hashes(tokens, block_tokens, salt))
-        matched = self._channel.call("match", {"keys": keys}, 5)
+        matched = self._channel.call("match", {"keys": keys}, 30.0)
         if not matched["hit"]:
             return []
         self._job += 1
         count = matched["hit"]
         body = {"job": self._job, "lease": matched["lease"], "first": 0, "blocks": pack_blocks(range(count))}
-        assert self._channel.call("load", body, 10)["loaded"] == count
-        self._channel.call("release", {"lease": matched["lease"]}, 5)
+        assert self._channel.call("load", body, 30.0)["loaded"] == count
+        self._channel.call("release", {"lease": matched["lease"]}, 30.0)
         memory = np.frombuffer(self._memory.mapping, np.float32).reshape(-1, self._block_bytes // 4)
         return [memory[i].copy() for i in range(count)]
 
     def close(self) -> None:
         """Leave the daemon."""
-        self._channel.call("bye", {}, 5)
+        self._channel.call("bye", {}, 30.0)
         self._channel.close()
         self._memory.close()

@@ -62,7 +62,7 @@ def test_slow_loads_are_left_alone_and_fast_ones_come_back(node: Node) -> None:
 def test_explain_names_the_request_and_why_it_missed(node: Node) -> None:
     tokens = node.fresh(LENGTH)
     node.engine.ask(tokens)
-    lookup = node.daemon.client().call("explain", {"last": 1}, 5)["lookups"][0]
+    lookup = node.daemon.client().call("explain", {"last": 1}, 30.0)["lookups"][0]
     assert lookup["request"].startswith("cmpl-")
     assert (lookup["asked_blocks"], lookup["hit_blocks"]) == (full_hit(LENGTH) // 64, 0)
     assert lookup["reason"] == "never stored here, or too long ago to tell"

@@ -36,7 +36,7 @@ class Seeing:
     def settle(self) -> None:
         """Wait until nothing is stored any more, then empty the engine's own cache."""
         deadline = time.monotonic() + 20
-        while (stats := self._channel.call("stats", {}, 5))["pool_reserved_blocks"] or stats["leases"]:
+        while (stats := self._channel.call("stats", {}, 30.0))["pool_reserved_blocks"] or stats["leases"]:
             assert time.monotonic() < deadline, stats
             time.sleep(0.02)
         self.engine.reset_local()

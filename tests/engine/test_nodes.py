@@ -71,7 +71,7 @@ class Cluster:
 
     def stats(self) -> list[dict[str, int]]:
         """Statistics of both daemons."""
-        return [daemon.client().call("stats", {}, 5) for daemon in self.daemons]
+        return [daemon.client().call("stats", {}, 30.0) for daemon in self.daemons]
 
     def settle(self) -> list[dict[str, int]]:
         """Statistics once nothing moves any more on either node."""
@@ -79,7 +79,7 @@ class Cluster:
 
     def _settled(self, daemon: DaemonHandle) -> dict[str, int]:
         channel, deadline = daemon.client(), time.monotonic() + 20
-        while (stats := channel.call("stats", {}, 5))["pool_reserved_blocks"] or stats["leases"]:
+        while (stats := channel.call("stats", {}, 30.0))["pool_reserved_blocks"] or stats["leases"]:
             assert time.monotonic() < deadline, stats
             time.sleep(0.02)
         return stats
@@ -149,7 +149,7 @@ def test_each_node_keeps_its_part_and_a_prefix_is_hit_on_both(cluster: Cluster, 
 def test_both_daemons_know_their_ranks_and_the_scheduler(cluster: Cluster, cold: list[Answer]) -> None:
     del cold
     for number, daemon in enumerate(cluster.daemons):
-        info = daemon.client().call("info", {}, 5)
+        info = daemon.client().call("info", {}, 30.0)
         (engine,) = info["engines"]
         place = f"tp{number} pp0" if cluster.topology is TP else f"tp0 pp{number}"
         assert [rank["place"] for rank in engine["ranks"]] == [f"{place} node{number}"]
@@ -170,7 +170,7 @@ def test_what_is_computed_again_equals_what_each_node_keeps_byte_for_byte(cluste
 
 
 def test_what_one_node_has_lost_is_no_hit(cluster: Cluster, cold: list[Answer]) -> None:
-    cluster.daemons[1].client().call("clear", {}, 5)
+    cluster.daemons[1].client().call("clear", {}, 30.0)
     cluster.engine.reset_local()
     tokens = prompt(0, LENGTHS[0])
     again = cluster.engine.ask(tokens)
@@ -222,7 +222,7 @@ def test_a_node_whose_daemon_is_down_costs_misses_and_no_hang(
         repair()
     hits_again(cluster, tokens)
     for daemon in cluster.daemons:
-        assert daemon.client().call("check", {}, 5)["ok"]
+        assert daemon.client().call("check", {}, 30.0)["ok"]
 
 
 def test_a_second_engine_hits_what_the_first_one_stored(

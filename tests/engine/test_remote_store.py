@@ -88,13 +88,13 @@ class Site:
         channel = self.daemon.client()
 
         def idle() -> bool:
-            usage = channel.call("info", {}, 5)["remote"]
+            usage = channel.call("info", {}, 30.0)["remote"]
             return not usage["queued_blocks"] and not usage["queued_bytes"]
 
         wait_until(idle, 30)
 
     def stats(self) -> dict[str, int]:
-        return self.daemon.client().call("stats", {}, 5)
+        return self.daemon.client().call("stats", {}, 30.0)
 
     def rebuild_empty(self) -> None:
         """The daemon is killed, its pool is gone."""
@@ -125,5 +125,5 @@ def test_a_prompt_of_one_node_is_an_exact_hit_on_another_and_on_the_first_rebuil
         again, _ = one.ask(Topology("tp1"))
         assert (again.tokens, again.cached) == (cold.tokens, full_hit(len(TOKENS)))
     for site in (one, other):
-        assert site.daemon.client().call("check", {}, 5)["ok"]
+        assert site.daemon.client().call("check", {}, 30.0)["ok"]
         assert site.stats()["remote_bad_blocks"] == site.stats()["internal_errors"] == 0

@@ -35,7 +35,7 @@ def written(daemon: DaemonHandle, least: int) -> None:
     channel = daemon.client()
 
     def settled() -> bool:
-        usage = channel.call("info", {}, 5)["storage"]
+        usage = channel.call("info", {}, 30.0)["storage"]
         return usage["blocks"] >= least and not usage["queued_bytes"] and not usage["queued_blocks"]
 
     wait_until(settled, 30)
@@ -85,15 +85,15 @@ def test_a_prompt_on_disk_only_is_an_exact_hit_after_both_were_restarted(
     second = Vllm(model, topology, daemon.env, tmp_path / "second.log")
     try:
         second.wait_ready()
-        wait_until(lambda: daemon.client().call("info", {}, 5)["storage"]["state"] == "ready", 30)
+        wait_until(lambda: daemon.client().call("info", {}, 30.0)["storage"]["state"] == "ready", 30)
         warm = second.ask(TOKENS, OUTPUT_TOKENS)
         assert (warm.tokens, warm.cached) == (cold.tokens, full_hit(len(TOKENS)))
-        stats = daemon.client().call("stats", {}, 5)
+        stats = daemon.client().call("stats", {}, 30.0)
         assert stats["promoted_blocks"] >= full_hit(len(TOKENS)) // BLOCK_TOKENS
         after = kv(daemon, namespace)
         assert len(before) >= len(TOKENS) // BLOCK_TOKENS
         for one, other in zip(before, after, strict=False):
             assert np.array_equal(one, other)
-        assert daemon.client().call("check", {}, 5)["ok"]
+        assert daemon.client().call("check", {}, 30.0)["ok"]
     finally:
         second.kill()

@@ -35,11 +35,11 @@ class Site:
 
     def stats(self) -> dict[str, int]:
         """The daemon's statistics."""
-        return self._channel.call("stats", {}, 5)
+        return self._channel.call("stats", {}, 30.0)
 
     def info(self) -> dict[str, list]:
         """What the daemon tells operators."""
-        return self._channel.call("info", {}, 5)
+        return self._channel.call("info", {}, 30.0)
 
     def ranks(self) -> list[dict[str, object]]:
         """What the daemon knows of the ranks."""
@@ -89,7 +89,7 @@ def site(daemons: DaemonFactory, model: Path, tmp_path: Path) -> object:
         engine = Vllm(path, topology, environment, tmp_path / "engine.log", *flags)
         try:
             yield Site(daemon, engine.wait_ready())
-            assert daemon.client().call("check", {}, 5)["ok"]
+            assert daemon.client().call("check", {}, 30.0)["ok"]
         finally:
             engine.kill()
             daemon.close()
@@ -161,7 +161,7 @@ def test_sliding_windows_load_only_what_the_window_needs(site, name: str) -> Non
         before = node.stats()["loaded_blocks"]
         node.hit_again(1, 1000)
         loaded = node.stats()["loaded_blocks"] - before
-        groups = len(node.daemon.client().call("info", {}, 5)["engines"])
+        groups = len(node.daemon.client().call("info", {}, 30.0)["engines"])
         assert groups > 1
         whole, window = full_hit(1000) // BLOCK_TOKENS, 128 // BLOCK_TOKENS
         assert loaded == whole + (groups - 1) * window

@@ -89,7 +89,7 @@ def settled(daemon: DaemonHandle, name: str, value: int) -> dict[str, int]:
     """Statistics once the counter has reached the value."""
     channel = daemon.client()
     deadline = time.monotonic() + 20
-    while (stats := channel.call("stats", {}, 5))[name] < value:
+    while (stats := channel.call("stats", {}, 30.0))[name] < value:
         assert time.monotonic() < deadline, f"{name} is {stats[name]}, not {value}"
         time.sleep(0.05)
     return stats
@@ -124,7 +124,7 @@ def _forgotten(daemon: DaemonHandle) -> float:
     """Seconds until the daemon holds nothing of a killed engine: no session, no mapping."""
     channel, started = daemon.client(), time.monotonic()
     while True:
-        info = channel.call("info", {}, 5)
+        info = channel.call("info", {}, 30.0)
         if not info["engines"] and not info["movers"] and not info["leases"]["count"]:
             return time.monotonic() - started
         assert time.monotonic() - started < 20, info
@@ -135,9 +135,9 @@ def _forgotten(daemon: DaemonHandle) -> float:
 def second(request: pytest.FixtureRequest, start_engine, archive: Archive) -> Iterator[Second]:
     topology = request.param
     engine = start_engine(topology, archive.daemon)
-    before = archive.daemon.client().call("stats", {}, 5)["loaded_blocks"]
+    before = archive.daemon.client().call("stats", {}, 30.0)["loaded_blocks"]
     warm = [engine.ask(tokens, OUTPUT_TOKENS) for tokens in prompts_of(topology)]
-    loaded = archive.daemon.client().call("stats", {}, 5)["loaded_blocks"] - before
+    loaded = archive.daemon.client().call("stats", {}, 30.0)["loaded_blocks"] - before
     yield Second(topology, engine, warm, loaded)
     engine.stop()
 
@@ -181,7 +181,7 @@ def test_recomputed_blocks_equal_the_stored_ones_byte_for_byte(second: Second, a
     before = archive.blocks[second.topology.name]
     assert [len(blocks) for blocks in before] == [length // BLOCK_TOKENS for length in LENGTHS]
     prompts = prompts_of(second.topology)
-    stored = archive.daemon.client().call("stats", {}, 5)["stored_blocks"]
+    stored = archive.daemon.client().call("stats", {}, 30.0)["stored_blocks"]
     salt = second.topology.name
     again = [second.engine.ask(tokens, 1, cache_salt=salt) for tokens in prompts]
     assert [answer.cached for answer in again] == [0, 0, 0]
@@ -200,10 +200,10 @@ def test_decoded_blocks_are_hits_of_the_next_turn(second: Second) -> None:
 
 def test_the_daemon_is_consistent_and_knows_every_rank(second: Second, archive: Archive) -> None:
     channel, topology = archive.daemon.client(), second.topology
-    assert channel.call("check", {}, 5)["ok"]
-    stats = channel.call("stats", {}, 5)
+    assert channel.call("check", {}, 30.0)["ok"]
+    stats = channel.call("stats", {}, 30.0)
     assert (stats["load_failures"], stats["store_failures"], stats["internal_errors"]) == (0, 0, 0)
-    info = channel.call("info", {}, 5)
+    info = channel.call("info", {}, 30.0)
     assert len(info["engines"]) == topology.dp
     for engine in info["engines"]:
         places = {f"tp{tp} pp{pp}" for tp in range(topology.tp) for pp in range(topology.pp)}
@@ -243,6 +243,6 @@ def test_another_element_type_block_size_or_layout_never_hits(
         deadline = time.monotonic() + 20
         while engine.ask(tokens).cached == 0:
             assert time.monotonic() < deadline, "this engine caches nothing at all"
-        assert archive.daemon.client().call("stats", {}, 5)["internal_errors"] == 0
+        assert archive.daemon.client().call("stats", {}, 30.0)["internal_errors"] == 0
     finally:
         engine.stop()

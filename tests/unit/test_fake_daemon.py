@@ -73,7 +73,7 @@ def ask(socket: Path, verb: str, body: dict[str, Any] | None = None) -> dict[str
     """One request without a session."""
     channel = Channel(socket)
     try:
-        return channel.call(verb, body or {}, 5.0)
+        return channel.call(verb, body or {}, 30.0)
     finally:
         channel.close()
 
@@ -135,7 +135,7 @@ class Ranks:
             time.sleep(0.02)
 
     def call(self, rank: int, verb: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return self.channels[rank].call(verb, body or {}, 5.0)
+        return self.channels[rank].call(verb, body or {}, 30.0)
 
     def memory(self, rank: int) -> mmap.mmap:
         return self.memories[rank].mapping
@@ -154,7 +154,7 @@ class Ranks:
     def close(self) -> None:
         for channel, memory in zip(self.channels, self.memories, strict=True):
             with contextlib.suppress(UnknownSession):
-                channel.call("bye", {}, 5.0)
+                channel.call("bye", {}, 30.0)
             channel.close()
             memory.close()
 
@@ -266,10 +266,10 @@ def test_an_engine_that_lost_a_rank_is_not_ready(make_ranks: Callable[..., Ranks
 
 def test_shards_that_leave_a_hole_are_refused(socket: Path) -> None:
     memory, channel = SharedMemory(4096), Channel(socket)
-    channel.session = channel.call("hello", hello("hole"), 5.0)["session"]
+    channel.session = channel.call("hello", hello("hole"), 30.0)["session"]
     shard = RankShard((Layer("layer", 4096, (Run(0, 0, 2048, 0, 2048),)),), 2)
     with pytest.raises(LayoutRefused):
-        channel.call("register", registration(0, 1, shard, memory), 5.0)
+        channel.call("register", registration(0, 1, shard, memory), 30.0)
     channel.close()
     memory.close()
 
@@ -277,12 +277,12 @@ def test_shards_that_leave_a_hole_are_refused(socket: Path) -> None:
 def test_strangers_and_other_versions_are_told_so(socket: Path) -> None:
     channel = Channel(socket)
     with pytest.raises(VersionMismatch):
-        channel.call("hello", hello("", major=99), 5.0)
+        channel.call("hello", hello("", major=99), 30.0)
     with pytest.raises(UnknownSession):
-        channel.call("heartbeat", {}, 5.0)
-    channel.session = channel.call("hello", hello("nothing"), 5.0)["session"]
+        channel.call("heartbeat", {}, 30.0)
+    channel.session = channel.call("hello", hello("nothing"), 30.0)["session"]
     with pytest.raises(NotRegistered):
-        channel.call("match", {"keys": b""}, 5.0)
+        channel.call("match", {"keys": b""}, 30.0)
     channel.close()
 
 
@@ -320,7 +320,7 @@ def test_down_is_gone_and_up_is_a_new_life(fake: FakeDaemon) -> None:
 
 
 def test_a_client_that_waits_for_a_daemon_that_is_down_gives_up(fake: FakeDaemon) -> None:
-    with BlockCache("gone", BLOCK, socket=fake.socket, timeout=0.3) as cache:
+    with BlockCache("gone", BLOCK, socket=fake.socket, timeout=1.0) as cache:
         fake.down()
         with pytest.raises(Unreachable):
             cache.get(KEYS[:1])
@@ -330,7 +330,7 @@ def test_delay_holds_replies_back(fake: FakeDaemon) -> None:
     channel = Channel(fake.socket)
     fake.delay = 0.2
     started = time.monotonic()
-    channel.call("ping", {}, 5.0)
+    channel.call("ping", {}, 30.0)
     assert time.monotonic() - started >= 0.2
     with pytest.raises(Unreachable):
         channel.call("ping", {}, 0.05)
@@ -343,8 +343,8 @@ def test_fail_next_refuses_exactly_one_request_each(fake: FakeDaemon) -> None:
     fake.fail_next("ping", Busy("full", "wait"))
     for error in (CopyFailed, Busy):
         with pytest.raises(error):
-            channel.call("ping", {}, 5.0)
-    assert channel.call("ping", {}, 5.0)["epoch"] == fake.epoch
+            channel.call("ping", {}, 30.0)
+    assert channel.call("ping", {}, 30.0)["epoch"] == fake.epoch
     channel.close()
 
 
@@ -378,6 +378,6 @@ def test_requests_are_recorded_decoded(fake: FakeDaemon) -> None:
 def test_a_malformed_frame_is_answered_and_harmless(fake: FakeDaemon) -> None:
     channel = Channel(fake.socket)
     with pytest.raises(HpkvError):
-        channel.call("no-such-verb", {}, 5.0)
-    assert channel.call("ping", {}, 5.0)["version"] == "fake"
+        channel.call("no-such-verb", {}, 30.0)
+    assert channel.call("ping", {}, 30.0)["version"] == "fake"
     channel.close()

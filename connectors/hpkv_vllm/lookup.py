@@ -220,7 +220,9 @@ class Directory:
 
     def new_step(self, idle: bool) -> None:
         """The next scheduling step has its own budget for waiting. ``idle``: this one computes nothing."""
-        self.receive()
+        if self._lookups:
+            # Asking a socket in vain costs a decode step more than all else here.
+            self.receive()
         self._wait_left = IDLE_WAIT_SECONDS if idle else STEP_WAIT_SECONDS
 
     def drop(self, lookup: Lookup | None) -> None:

@@ -55,6 +55,12 @@ class _Request:
     """Loads of this request that failed."""
     late: bool = False
     """One of them took so long that nothing more is loaded for this request."""
+    due: float = 0
+    """Before so many tokens are computed there is nothing to offer: most steps of decoding look no further."""
+
+    def offer_anew(self) -> None:
+        """Nothing of it is known to be in the daemon."""
+        self.offered, self.due = [0] * len(self.offered), 0
 
 
 @dataclass(slots=True)
@@ -248,9 +254,12 @@ class SchedulerConnector:
         computed = self._follow(output)
         for request_id, count in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is not None and state.adapter is not None and request_id in computed:
+            if state is None or state.adapter is None or request_id not in computed:
+                continue
+            reached = computed[request_id] + count
+            if reached >= state.due:
                 tables = compat.block_tables(output, request_id) or state.tables
-                self._plan_stores(state, computed[request_id] + count, tables, metadata)
+                self._plan_stores(state, reached, tables, metadata)
         for request_id, found in compat.snapshots(output).items():
             state = self._requests.get(request_id)
             if state is not None and state.adapter is not None and self._directory.usable:
@@ -318,6 +327,8 @@ class SchedulerConnector:
                 parent = keys[first - 1] if first else None
                 self._offer(part, parent, [keys[i] for i in wanted], [table[i] for i in wanted], metadata)
             state.offered[index] = max(first, end)
+        ends = zip(self._directory, state.offered, strict=True)
+        state.due = min(((end + 1) * part.block_tokens for part, end in ends if not part.snapshots), default=math.inf)
 
     def _plan_snapshots(self, state: _Request, found: list[tuple[int, int, int]], metadata: StepMetadata) -> None:
         """Offer snapshots as the engine hands them over: a block table does not tell where they are."""
@@ -360,7 +371,7 @@ class SchedulerConnector:
                 state.failures += 1
                 state.late = now - load.planned >= self._settings.load_deadline_seconds
                 state.lookup, state.tokens = None, None
-                state.offered = [0] * len(state.offered)
+                state.offer_anew()
         metadata = output.kv_connector_worker_meta
         if isinstance(metadata, WorkerMetadata):
             self._time(metadata.timed, now)
@@ -417,7 +428,7 @@ class SchedulerConnector:
             self._directory.drop(state.lookup)
             state.lookup, state.tokens = None, None
             state.keys = [[] for _ in state.keys]
-            state.offered = [0] * len(state.offered)
+            state.offer_anew()
         return forgotten or self._directory.reset()
 
     def shutdown(self) -> None:

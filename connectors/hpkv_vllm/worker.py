@@ -172,6 +172,8 @@ class WorkerConnector:
 
     def start_loads(self, step: StepMetadata) -> None:
         """Ask the daemon to fill blocks; the end of each is reported by ``results``."""
+        if not step.loads:
+            return
         deadline = time.monotonic() + self._settings.load_deadline_seconds
         current = step.weights == self._weights
         for load in step.loads:
@@ -189,6 +191,8 @@ class WorkerConnector:
 
     def start_stores(self, step: StepMetadata) -> None:
         """Ask the daemon to read blocks that this step filled."""
+        if not step.stores:
+            return
         deadline = time.monotonic() + self._settings.load_deadline_seconds
         current = step.weights == self._weights
         for store in step.stores:
@@ -263,8 +267,10 @@ class WorkerConnector:
         waiting = bool(self._pending or self._withdrawing)
         # Also a rank that is through: it would take the core that the mover needs for the others.
         pause = IDLE_WAIT_SECONDS if idle and not (self._loaded or self._stored) else 0.0
-        for reply in self._channel.replies(pause):
-            self._take(reply)
+        if waiting or pause:
+            # Asking a socket in vain costs a decode step more than all else here.
+            for reply in self._channel.replies(pause):
+                self._take(reply)
         if waiting:
             self._enforce(time.monotonic())
 

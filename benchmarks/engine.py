@@ -202,17 +202,18 @@ def storing(with_hpkv: Any, without: Any, rounds: int) -> Measure:
 
 
 def decode(asked: Any, seeds: Iterator[int]) -> float:
-    """Seconds per output token after the first of some requests at once."""
+    """Seconds per output token of some requests at once, from where the last of them has its first token.
+
+    Before that some compute their prompts while others decode already: how many is chance, and no part of decoding.
+    """
     texts = [prompt(next(seeds), SHORT_SENTENCES) for _ in range(DECODERS)]
-
-    def one(text: str) -> float:
-        started = time.perf_counter()
-        answer = asked.complete(text, DECODED_TOKENS)
-        return (time.perf_counter() - started - answer.ttft_seconds) / (DECODED_TOKENS - 1)
-
     time.sleep(REST_SECONDS)
     with ThreadPoolExecutor(DECODERS) as pool:
-        return sum(pool.map(one, texts)) / DECODERS
+        answers = list(pool.map(lambda text: asked.complete(text, DECODED_TOKENS), texts))
+    since = max(answer.arrivals[0] for answer in answers)
+    until = min(answer.arrivals[-1] for answer in answers)
+    decoded = sum(since < arrival <= until for answer in answers for arrival in answer.arrivals)
+    return DECODERS * (until - since) / decoded
 
 
 def decoding(with_hpkv: Any, without: Any, rounds: int, where: str, aim: Aim) -> Measure:

@@ -41,6 +41,8 @@ class Completion:
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens that vLLM did not compute, by its own account."""
+    arrivals: tuple[float, ...]
+    """When each token came, by ``time.perf_counter``."""
 
 
 def free_port(first: int = 8100) -> int:
@@ -124,13 +126,16 @@ class Engine:
             "return_token_ids": True,
         }
         tokens: list[int] = []
+        arrivals: list[float] = []
         text, ttft, usage = "", 0.0, dict[str, Any]()
         started = time.perf_counter()
         try:
             for chunk in self._stream("/v1/completions", body):
                 for choice in chunk["choices"]:
                     ttft = ttft or time.perf_counter() - started
-                    tokens += choice.get("token_ids") or ()
+                    fresh = choice.get("token_ids") or ()
+                    tokens += fresh
+                    arrivals += [time.perf_counter()] * len(fresh)
                     text += choice["text"]
                 usage = chunk.get("usage") or usage
         except (OSError, http.client.HTTPException) as problem:
@@ -138,7 +143,7 @@ class Engine:
         if len(tokens) != max_tokens:
             raise EngineFailed(f"the answer has {len(tokens)} tokens, not {max_tokens}", self.log)
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return Completion(tuple(tokens), text, ttft, usage["prompt_tokens"], cached)
+        return Completion(tuple(tokens), text, ttft, usage["prompt_tokens"], cached, tuple(arrivals))
 
     def metric(self, name: str) -> float:
         """The sum of one Prometheus metric over its labels, 0 when there is none."""

@@ -107,17 +107,21 @@ class Peer:
             raise SystemExit("the process that plays an engine ended")
         return json.loads(line)
 
-    def ask(self, *words: object) -> str:
-        """Have it do something; what it says, empty for nothing wrong."""
+    def ask(self, *words: object) -> Any:
+        """Have it do something; what it says."""
         assert self._process.stdin is not None
         self._process.stdin.write(" ".join(map(str, words)) + "\n")
         self._process.stdin.flush()
-        return str(self._heard())
+        return self._heard()
 
-    def hand_over(self, path: Path) -> None:
-        """Have it send its descriptors, if its memory takes some. Raises ``HpkvError``."""
-        if self.handle is not None and self.handle.kind == "cuda_fd" and (problem := self.ask("hand_over", path)):
+    def hand_over(self, path: Path) -> bool:
+        """Have it send its descriptors, if its memory takes some; whether that is done. Raises ``HpkvError``."""
+        if self.handle is None or self.handle.kind != "cuda_fd":
+            return True
+        done, problem = self.ask("hand_over", path)
+        if problem:
             raise HpkvError(problem)
+        return bool(done)
 
     def kill(self) -> None:
         """End it; ``wait`` until its memory is its no more."""

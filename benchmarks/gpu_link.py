@@ -82,7 +82,7 @@ class GpuLink:
         self,
         handle: MemoryHandle,
         shards: Sequence[RankShard],
-        hand_over: Callable[[Path], None] | None = None,
+        hand_over: Callable[[Path], bool] | None = None,
     ) -> int:
         """Map the memory of the first of an engine's ranks; the number for ``submit``. ``hand_over`` sends descriptors.
 
@@ -102,8 +102,7 @@ class GpuLink:
             if hand_over:
                 # Until the mover waits for them; what is wrong with them it says itself.
                 with contextlib.suppress(HpkvError):
-                    hand_over(self._inlet)
-                    hand_over = None
+                    hand_over = None if hand_over(self._inlet) else hand_over
 
     def detach(self, attachment: int) -> None:
         """Let the memory go."""

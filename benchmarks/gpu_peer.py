@@ -40,10 +40,9 @@ def main(size: int) -> None:
         if verb == "hand_over":
             assert made.pages is not None
             try:
-                made.pages.hand_over(Path(words[0]))
-                say("")
+                say([made.pages.hand_over(Path(words[0])), ""])
             except HpkvError as problem:
-                say(str(problem))
+                say([False, str(problem)])
         elif verb == "wipe":
             memory.zero_()
             torch.cuda.synchronize()

@@ -23,6 +23,8 @@ MOST_DESCRIPTORS = 64
 MOST_BYTES = 1 << 50
 ANSWER_SECONDS = 5.0
 """For one packet: the mover maps what is in it, and may be in the middle of something else."""
+NOT_WANTED = "nobody waits for it"
+"""The problem of memory that is there already, or that no rank has registered yet."""
 _PACKET_BYTES = 1 << 16
 _TEXT = 1024
 
@@ -75,11 +77,11 @@ def listen(path: Path, like: Path) -> socket.socket:
     return listener
 
 
-def hand_over(path: Path, name: str, sizes: Sequence[int], open_one: Callable[[int], int]) -> None:
+def hand_over(path: Path, name: str, sizes: Sequence[int], open_one: Callable[[int], int]) -> bool:
     """Send the pieces of the memory ``name`` to the mover that listens; ``open_one(i)`` opens the i-th.
 
-    What ``open_one`` raises is told to the mover, and raised. Raises ``Unreachable``, and ``LayoutRefused`` when the
-    mover does not take them.
+    False: it does not wait for this memory. What ``open_one`` raises is told to the mover, and raised. Raises
+    ``Unreachable``, and ``LayoutRefused`` when the mover does not take them.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
         channel.settimeout(ANSWER_SECONDS)
@@ -87,14 +89,16 @@ def hand_over(path: Path, name: str, sizes: Sequence[int], open_one: Callable[[i
             with _short(path) as place:
                 channel.connect(place)
             for first in range(0, len(sizes), MOST_DESCRIPTORS):
-                _send(channel, name, sum(sizes), sizes[first : first + MOST_DESCRIPTORS], first, open_one)
+                if not _send(channel, name, sum(sizes), sizes[first : first + MOST_DESCRIPTORS], first, open_one):
+                    return False
         except OSError as problem:
             raise Unreachable(f"no mover takes descriptors at {path}: {problem}", "it is asked again") from None
+    return True
 
 
 def _send(
     channel: socket.socket, name: str, total: int, sizes: Sequence[int], first: int, open_one: Callable[[int], int]
-) -> None:
+) -> bool:
     descriptors: list[int] = []
     try:
         try:
@@ -111,8 +115,9 @@ def _send(
     if not packet:
         raise ConnectionResetError("the mover closed the connection")
     answer = msgpack.unpackb(packet)
-    if answer != [""]:
+    if answer not in ([""], [NOT_WANTED]):
         raise LayoutRefused(f"the mover does not take the memory: {answer}")
+    return bool(answer == [""])
 
 
 def answer(channel: socket.socket, problem: str) -> None:

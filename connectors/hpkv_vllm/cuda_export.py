@@ -28,10 +28,10 @@ class PagedExport:
         self._name = name
         self._pieces = pieces
 
-    def hand_over(self, path: Path) -> None:
-        """Send descriptors of all pieces to the mover at a socket; from any thread. Raises ``HpkvError``."""
+    def hand_over(self, path: Path) -> bool:
+        """Send descriptors of all pieces to the mover at a socket, if it waits; from any thread. ``HpkvError``."""
         self._driver.use(self._context)
-        hand_over(path, self._name, [piece.size for piece in self._pieces], self._open)
+        return hand_over(path, self._name, [piece.size for piece in self._pieces], self._open)
 
     def _open(self, index: int) -> int:
         return descriptor_of(self._driver, self._pieces[index])

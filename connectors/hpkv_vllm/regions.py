@@ -81,7 +81,10 @@ class GpuMemory:
         return region
 
     def hand_over(self, path: Path) -> None:
-        """Send to the mover at a socket what it cannot open by handle. From any thread. Raises ``HpkvError``."""
+        """Send to the mover at a socket what it cannot open by handle, and does not have. From any thread.
+
+        Raises ``HpkvError``.
+        """
         for region in list(self._regions.values()):
             if region.pages is not None:
                 region.pages.hand_over(path)

@@ -7,7 +7,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ from hpkv_vllm.cuda_export import export
 
 from hpkv_client.cuda import Driver
 from hpkv_client.cuda_pages import DESCRIPTOR
+from hpkv_client.errors import Unreachable
 from hpkv_client.wire import Body, handle_to_wire
 from tests.support import ROOT, Bytes, Child, ImpatientDaemon, KvRank, Observed, Rank, wait_until
 
@@ -201,8 +202,14 @@ class _OnGpu(Rank):
 
     def hand_over(self, within: float = 10.0) -> Self:
         """Send the descriptors as soon as the mover waits for them."""
-        name = wait_until(lambda: self.call("heartbeat")["descriptors"], within)
-        self.pages.hand_over(self.socket.with_name(name))
+
+        def handed_over() -> bool:
+            name = self.call("heartbeat")["descriptors"]
+            with suppress(Unreachable):
+                return bool(name) and self.pages.hand_over(self.socket.with_name(name))
+            return False
+
+        wait_until(handed_over, within)
         return self
 
 

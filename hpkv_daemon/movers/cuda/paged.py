@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hpkv_client.cuda import CudaError, Driver
 from hpkv_client.cuda_pages import MappedPieces
-from hpkv_client.descriptors import Parcel, answer, receive
+from hpkv_client.descriptors import NOT_WANTED, Parcel, answer, receive
 from hpkv_client.errors import HpkvError, LayoutRefused, ProtocolError
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class PagedMemories:
         name = (delivery.pid, parcel.name)
         if delivery.name is None:
             if name not in self._users or name in self._memories or any(one.name == name for one in self._deliveries):
-                self._end(delivery, "nobody waits for it")
+                self._end(delivery, NOT_WANTED)
                 return
             delivery.name = name
         try:

@@ -87,6 +87,14 @@ RAISED: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {f"hpkv_storage_bad_records_total{{{A}}}": "0x80 2x10"},
         {f"hpkv_storage_bad_records_total{{{A}}}": "2x90"},
     ),
+    "HpkvRemoteDegraded": (
+        {f'hpkv_remote_state{{state="degraded",{A}}}': "1x90"},
+        {f'hpkv_remote_state{{state="degraded",{A}}}': "0x90", f'hpkv_remote_state{{state="ready",{A}}}': "1x90"},
+    ),
+    "HpkvRemoteDamaged": (
+        {f"hpkv_remote_bad_blocks_total{{{A}}}": "0x80 2x10"},
+        {f"hpkv_remote_bad_blocks_total{{{A}}}": "2x90"},
+    ),
 }
 """Alert -> series that raise it within 90 minutes (180 for the one that looks at hours), and some that must not."""
 

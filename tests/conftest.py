@@ -8,10 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.daemons import DaemonFactory, DaemonHandle, without_hpkv
 
 __all__ = ["DaemonFactory", "DaemonHandle", "without_hpkv"]
+
+# How long an example takes tells how busy the machine is, and nothing about the code.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.fixture

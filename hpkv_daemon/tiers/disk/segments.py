@@ -297,13 +297,15 @@ class SegmentFiles:
 
     def _write(self, fd: int, views: Sequence[bytes | memoryview], offset: int) -> None:
         left = [view if isinstance(view, memoryview) else _page_aligned(view) for view in views]
+        # As it was when this write began: several threads may find out at once that it is otherwise.
+        syncs = self._syncs
         while left:
             try:
-                written = os.pwritev(fd, left, offset, os.RWF_DSYNC if self._syncs else 0)
+                written = os.pwritev(fd, left, offset, os.RWF_DSYNC if syncs else 0)
             except OSError as problem:
-                if problem.errno != errno.EOPNOTSUPP or not self._syncs:
+                if problem.errno != errno.EOPNOTSUPP or not syncs:
                     raise
-                self._syncs = False
+                syncs = self._syncs = False
                 continue
             if written <= 0:
                 raise OSError(errno.EIO, "nothing was written")
@@ -312,7 +314,7 @@ class SegmentFiles:
                 written -= len(left.pop(0))
             if written:
                 left[0] = left[0][written:]
-        if not self._syncs:
+        if not syncs:
             os.fdatasync(fd)
 
     def _read(self, fd: int, offset: int, length: int) -> memoryview:

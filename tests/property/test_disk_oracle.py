@@ -192,15 +192,17 @@ class Recorder:
 
     def dropped_files(self) -> int:
         """Blocks that reopening with a full budget may have cost: one segment each time."""
-        return 0 if self.disk.tier.usage().budget_bytes > 32 * MIB else 16 * max(REOPENINGS, self.reopenings)
+        return 0 if self.disk.tier.usage().budget_bytes > 32 * MIB else 16 * self.reopenings
 
     def reopen(self) -> None:
         """Polite or not, with whatever is under way."""
         self.disk.until(lambda: True)
         self.note()
-        self.evicted += self.disk.counter("evicted_blocks")
         self.reopenings += 1
+        closed = self.disk.tier
         self.disk.reopen(kill=self.random.random() < 0.6)
+        # A polite end writes what is queued, and that may cost more than all that was there.
+        self.evicted += closed.usage().counters["evicted_blocks"]
         self.writes.clear()
         self.reads.clear()
         self.forgets.clear()

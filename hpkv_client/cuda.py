@@ -43,8 +43,8 @@ _HINTS = {
     800: "run hpkvd as the engine's user or as root",
     801: "this GPU or driver cannot do that; the engine runs without HPKV",
     802: "wait until nvidia-fabricmanager is up",
-    804: "this GPU is too old for the driver's library; in a container use the host's libcuda",
     803: "the driver in the kernel and libcuda differ: restart the machine, or the container with its driver",
+    804: "this GPU is too old for the driver's library; in a container use the host's libcuda",
     999: "see dmesg for Xid errors; reset the GPU",
 }
 

@@ -17,6 +17,8 @@ from hpkv_client.errors import LayoutRefused
 
 DESCRIPTOR = 1
 """CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: a bit of what a piece was made for, and a way to pass it on."""
+FABRIC = 8
+"""CU_MEM_HANDLE_TYPE_FABRIC: another of those bits."""
 
 _ON_DEVICE = 1
 _READ_WRITE = 3

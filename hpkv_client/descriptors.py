@@ -114,10 +114,10 @@ def _send(
     packet = channel.recv(_PACKET_BYTES)
     if not packet:
         raise ConnectionResetError("the mover closed the connection")
-    answer = msgpack.unpackb(packet)
-    if answer not in ([""], [NOT_WANTED]):
-        raise LayoutRefused(f"the mover does not take the memory: {answer}")
-    return bool(answer == [""])
+    told = msgpack.unpackb(packet)
+    if told not in ([""], [NOT_WANTED]):
+        raise LayoutRefused(f"the mover does not take the memory: {told}")
+    return bool(told == [""])
 
 
 def answer(channel: socket.socket, problem: str) -> None:

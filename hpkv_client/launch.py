@@ -6,18 +6,16 @@ import errno
 import os
 import socket
 import stat
-import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from hpkv_client.errors import BY_CODE, Busy, ConfigError, HpkvError, NotPermitted, Unreachable
+from hpkv_client.peer import PeerProcess, peer_of
 from hpkv_client.settings import Settings
 
-_PEER = struct.Struct("3i")
 _PROBE_SECONDS = 1.0
 
 _ENGINE_ONLY = (
@@ -37,13 +35,6 @@ _ENGINE_ONLY = (
 """Prefixes of variables that tune an engine and would hurt a daemon that serves all of them."""
 
 
-class Listener(NamedTuple):
-    """The process behind a socket, by the kernel's word. ``pid`` is 0 in another PID namespace."""
-
-    pid: int
-    uid: int
-
-
 def _is_something_else(path: Path) -> bool:
     """Whether what lies there, if anything does, is no socket: asked once, since it may come and go."""
     try:
@@ -52,7 +43,7 @@ def _is_something_else(path: Path) -> bool:
         return False
 
 
-def listener(socket_path: Path) -> Listener | None:
+def listener(socket_path: Path) -> PeerProcess | None:
     """Who accepts connections on the socket, or None if the path is missing or its process is gone.
 
     Raises ``NotPermitted`` (no access), ``Busy`` (so many connections wait that none is accepted) or
@@ -62,7 +53,7 @@ def listener(socket_path: Path) -> Listener | None:
         probe.settimeout(_PROBE_SECONDS)
         try:
             probe.connect(os.fspath(socket_path))
-            pid, uid, _ = _PEER.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            return peer_of(probe)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ConnectionRefusedError:
@@ -82,10 +73,9 @@ def listener(socket_path: Path) -> Listener | None:
                     f"{socket_path} is another kind of socket", "set HPKV_SOCKET to another path"
                 ) from None
             raise
-    return Listener(pid, uid)
 
 
-def require_trusted(socket_path: Path, serving: Listener) -> None:
+def require_trusted(socket_path: Path, serving: PeerProcess) -> None:
     """Raise ``NotPermitted`` if a stranger could have put his own socket at the path.
 
     Trusted are root, this user, and whoever owns the socket's directory if only root or this user could have

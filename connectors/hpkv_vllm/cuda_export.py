@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpkv_client.cuda import CudaError, Driver
-from hpkv_client.cuda_pages import DESCRIPTOR, Piece, descriptor_of, handle_types, pieces_under
+from hpkv_client.cuda_pages import DESCRIPTOR, FABRIC, Piece, descriptor_of, handle_types, pieces_under
 from hpkv_client.descriptors import hand_over
 from hpkv_client.errors import LayoutRefused
 from hpkv_client.types import MemoryHandle
-
-_FABRIC = 8
 
 
 class PagedExport:
@@ -80,7 +78,7 @@ def _export_pages(driver: Driver, device: str, pointer: int, size: int) -> tuple
 def _require_shareable(device: str, types: int) -> None:
     if types & DESCRIPTOR:
         return
-    if types & _FABRIC:
+    if types & FABRIC:
         raise LayoutRefused(
             f"the KV cache on {device} is mapped page by page, and made for sharing over a fabric alone",
             "start vLLM without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True and without --enable-cumem-allocator",

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from hpkv_client.errors import Busy, ConfigError, HpkvError, NotPermitted
-from hpkv_client.launch import Listener, listener, require_trusted
+from hpkv_client.launch import listener, require_trusted
+from hpkv_client.peer import PeerProcess
 from hpkv_daemon.directories import ensure_directory
 from hpkv_daemon.locks import InstanceLock, ensure_socket_directory, instance_holder, lock_path_of
 
@@ -75,7 +76,7 @@ def test_a_second_owner_is_told_the_pid_and_disturbs_nothing(run: Path, holding:
     with pytest.raises(Busy, match=f"pid {holding.pid}"):
         InstanceLock(run / "s").acquire()
     assert (run / "s").stat().st_ino == before
-    assert listener(run / "s") == Listener(holding.pid, os.geteuid())
+    assert listener(run / "s") == PeerProcess(holding.pid, os.geteuid())
 
 
 def test_a_killed_owner_leaves_nothing_that_stops_the_next(run: Path, holding: subprocess.Popen[str]) -> None:
@@ -246,8 +247,8 @@ def test_a_read_only_directory_is_refused(tmpfs: Callable[[str], Path]) -> None:
 
 @needs_root
 def test_a_client_trusts_a_stranger_only_where_he_was_put(run: Path) -> None:
-    stranger = Listener(1, NOBODY)
-    require_trusted(run / "s", Listener(1, os.geteuid()))
+    stranger = PeerProcess(1, NOBODY)
+    require_trusted(run / "s", PeerProcess(1, os.geteuid()))
     with pytest.raises(NotPermitted, match="uid 65534"):
         require_trusted(Path("/tmp/s"), stranger)
     os.chown(run, NOBODY, NOBODY)

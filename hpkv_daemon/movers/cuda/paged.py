@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,13 +12,13 @@ from hpkv_client.cuda import CudaError, Driver
 from hpkv_client.cuda_pages import MappedPieces
 from hpkv_client.descriptors import NOT_WANTED, Parcel, answer, receive
 from hpkv_client.errors import HpkvError, LayoutRefused, ProtocolError
+from hpkv_client.peer import peer_of
 
 log = logging.getLogger(__name__)
 
 MemoryName = tuple[int, str]
 """The process whose memory it is, by the kernel's word, and what it calls it."""
 
-_CREDENTIALS = struct.Struct("3i")
 _MOST_CHANNELS = 256
 
 
@@ -172,8 +171,6 @@ def _callers(listener: socket.socket) -> Iterator[tuple[socket.socket, int]]:
             return
         with contextlib.ExitStack() as stack:
             stack.callback(channel.close)
-            pid, _, _ = _CREDENTIALS.unpack(
-                channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )
+            pid = peer_of(channel).pid
             stack.pop_all()
         yield channel, pid
